@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storage of the caches: life cycles, quota, pools, slots, reuse, eviction, tiers."""
