@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorRT-LLM's names for a self-contained slice of it: Kimi-K3-style models with draft records.
 
-Public names load on first use, so that `import tensorrt_llm` costs nothing and the cache and kernels run where
-neither pydantic nor fastapi is installed.
+Public names load on first use, so that `import tensorrt_llm` costs nothing and the cache and kernels run
+where neither pydantic nor fastapi is installed.
 """
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import TYPE_CHECKING
 
+# At once, since importing the module of the same name would otherwise leave the module under this name.
+from tensorrt_llm.logger import logger as logger
 from tensorrt_llm.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tensorrt_llm.llmapi import LLM as LLM
     from tensorrt_llm.llmapi import TorchLlmArgs as TorchLlmArgs
-    from tensorrt_llm.logger import logger as logger
     from tensorrt_llm.mapping import Mapping as Mapping
     from tensorrt_llm.sampling_params import SamplingParams as SamplingParams
 
@@ -23,7 +24,6 @@ _HOME_OF = {
     "Mapping": "tensorrt_llm.mapping",
     "SamplingParams": "tensorrt_llm.sampling_params",
     "TorchLlmArgs": "tensorrt_llm.llmapi",
-    "logger": "tensorrt_llm.logger",
 }
 
 __all__ = ["LLM", "Mapping", "SamplingParams", "TorchLlmArgs", "__version__", "logger"]
@@ -47,8 +47,7 @@ def _refuse_upstream_neighbour() -> None:
 
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'tensorrt_llm' has no attribute {name!r}; it offers {', '.join(__all__)}")
-    # The import system sets a submodule of the same name (logger) as our attribute: the value found replaces it.
+        raise AttributeError(f"module 'tensorrt_llm' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = getattr(import_module(_HOME_OF[name]), name)
     globals()[name] = value
     return value
