@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs below the models: the storage of the caches."""
+"""Runtime parts that stand below the PyTorch backend."""
