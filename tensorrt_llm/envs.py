@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, TypeVar, cast
 
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)
 
 LogLevel = Literal["trace", "debug", "verbose", "info", "warning", "error", "internal_error"]
 KdaImplementation = Literal["auto", "torch", "triton", "cute"]
@@ -78,21 +78,21 @@ _LOG_LEVELS: tuple[str, ...] = ("trace", "debug", "verbose", "info", "warning", 
 
 _LOG_LEVEL: EnvVar[str] = EnvVar(
     name="TLLM_LOG_LEVEL",
-    accepts=" | ".join(_LOG_LEVELS),
+    accepts=" or ".join(_LOG_LEVELS),
     default="info",
     purpose="Least severe messages that the logger writes until `set_level` or `--log_level` says otherwise.",
     parse=lambda text: _one_of(*_LOG_LEVELS)(text.lower()),
 )
 _ENABLE_PDL: EnvVar[bool] = EnvVar(
     name="TRTLLM_ENABLE_PDL",
-    accepts="0 | 1",
+    accepts="0 or 1",
     default=True,
     purpose="Programmatic dependent launch (sm_90 on): a kernel's prologue overlaps the kernel before it.",
     parse=_switch,
 )
 _SERVER_DISABLE_GC: EnvVar[bool] = EnvVar(
     name="TRTLLM_SERVER_DISABLE_GC",
-    accepts="0 | 1",
+    accepts="0 or 1",
     default=False,
     purpose="Turns Python's garbage collector off in the server, against pauses in the loop.",
     parse=_switch,
@@ -107,7 +107,7 @@ _FORCE_NUM_ACCEPTED_TOKENS: EnvVar[float | None] = EnvVar(
 )
 _KDA_IMPLEMENTATION: EnvVar[str] = EnvVar(
     name="TRTLLM_KDA_IMPLEMENTATION",
-    accepts="auto | torch | triton | cute",
+    accepts="auto or torch or triton or cute",
     default="auto",
     purpose="Implementation of the KDA ops; auto takes the fastest that serves shape and device.",
     parse=_one_of("auto", "torch", "triton", "cute"),
@@ -121,28 +121,28 @@ _KERNEL_PACK: EnvVar[Path | None] = EnvVar(
 )
 _USE_PY_MAMBA: EnvVar[bool] = EnvVar(
     name="TRTLLM_USE_PY_MAMBA",
-    accepts="0 | 1",
+    accepts="0 or 1",
     default=False,
     purpose="TensorRT-LLM's switch to its Python state manager; refused where the configuration differs.",
     parse=_switch,
 )
 _MAMBA_MANAGER_PREFERENCE: EnvVar[str | None] = EnvVar(
     name="TLLM_MAMBA_MANAGER_PREFERENCE",
-    accepts="MIXED | CPP",
+    accepts="MIXED or CPP",
     default=None,
     purpose="TensorRT-LLM's choice of an older state manager; refused where the configuration differs.",
     parse=_one_of("MIXED", "CPP"),
 )
 
 VARIABLES: tuple[EnvVar[object], ...] = (
-    cast(EnvVar[object], _LOG_LEVEL),
-    cast(EnvVar[object], _ENABLE_PDL),
-    cast(EnvVar[object], _SERVER_DISABLE_GC),
-    cast(EnvVar[object], _FORCE_NUM_ACCEPTED_TOKENS),
-    cast(EnvVar[object], _KDA_IMPLEMENTATION),
-    cast(EnvVar[object], _KERNEL_PACK),
-    cast(EnvVar[object], _USE_PY_MAMBA),
-    cast(EnvVar[object], _MAMBA_MANAGER_PREFERENCE),
+    _LOG_LEVEL,
+    _ENABLE_PDL,
+    _SERVER_DISABLE_GC,
+    _FORCE_NUM_ACCEPTED_TOKENS,
+    _KDA_IMPLEMENTATION,
+    _KERNEL_PACK,
+    _USE_PY_MAMBA,
+    _MAMBA_MANAGER_PREFERENCE,
 )
 
 

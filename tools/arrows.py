@@ -150,19 +150,18 @@ def find_forbidden_arrows(sources: Sequence[Source]) -> list[str]:
 def find_dodged_circles(sources: Sequence[Source]) -> list[str]:
     """Circles among modules: of imports as modules load, and function-local imports that would close one."""
     modules = frozenset(source.name for source in sources)
-    everything = {source.name: list(imports_of(source, modules)) for source in sources}
     graph = {
-        name: {i.target for i in imports if i.target in modules and not i.local and not i.typing}
-        for name, imports in everything.items()
+        source.name: {i.target for i in _imports_at_load(source, modules) if i.target in modules}
+        for source in sources
     }
     found = []
-    for name, imports in everything.items():
-        for imported in imports:
-            if imported.typing or imported.target not in modules or imported.target == name:
+    for source in sources:
+        for imported in imports_of(source, modules):
+            if imported.typing or imported.target not in modules or imported.target == source.name:
                 continue
-            if name in _reachable(graph, imported.target):
+            if source.name in _reachable(graph, imported.target):
                 kind = "local import dodges" if imported.local else "import closes"
-                found.append(f"{name}:{imported.line}: {kind} a circle through {imported.target}")
+                found.append(f"{source.name}:{imported.line}: {kind} a circle through {imported.target}")
     return found
 
 
@@ -177,25 +176,31 @@ def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
     return seen
 
 
+def loads_a_compiler(source: Source) -> bool:
+    """Whether the module is a kernel module: it imports one of `HEAVY` as it loads."""
+    return any(imported.target.split(".")[0] in HEAVY for imported in _imports_at_load(source))
+
+
+def _imports_at_load(source: Source, modules: frozenset[str] = frozenset()) -> list[Import]:
+    return [i for i in imports_of(source, modules) if not i.local and not i.typing]
+
+
 def find_heavy_imports(sources: Sequence[Source]) -> list[str]:
     """Modules that load a compiler as they load: kernel modules outside `ops`, and whoever imports one."""
     modules = frozenset(source.name for source in sources)
-    at_load = {
-        source.name: [i for i in imports_of(source, modules) if not i.local and not i.typing]
+    kernels = {source.name for source in sources if loads_a_compiler(source)}
+    found = [
+        f"{name}: imports a compiler as it loads, outside an `ops` package"
+        for name in sorted(kernels)
+        if ".ops." not in name
+    ]
+    found.extend(
+        f"{source.name}:{imported.line}: loads the kernels of {imported.target}; import them where called"
         for source in sources
-    }
-    kernels = {
-        name for name, imports in at_load.items() if any(i.target.split(".")[0] in HEAVY for i in imports)
-    }
-    found = [f"{name}: imports a compiler as it loads, outside an `ops` package" for name in sorted(kernels)]
-    found = [line for line in found if ".ops." not in line.partition(":")[0]]
-    for name, imports in at_load.items():
-        if name not in kernels:
-            found.extend(
-                f"{name}:{i.line}: loads the kernels of {i.target}; import them where they are called"
-                for i in imports
-                if i.target in kernels
-            )
+        if source.name not in kernels
+        for imported in _imports_at_load(source, modules)
+        if imported.target in kernels
+    )
     return found
 
 

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents name what exists: packages, commands, make targets, and files that links point to."""
+
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+
+
+def packages() -> set[str]:
+    """Every package below `tensorrt_llm`, as the page writes it: `folder/folder/`."""
+    package = ROOT / "tensorrt_llm"
+    return {f"{p.parent.relative_to(package).as_posix()}/" for p in package.rglob("__init__.py")} - {"./"}
+
+
+def named_folders(text: str) -> list[str]:
+    return re.findall(r"`([\w/]+/)`", text)
+
+
+def find_disagreements(text: str, real: Iterable[str]) -> list[str]:
+    named = named_folders(text)
+    missing = [f"{name} is not named" for name in sorted(set(real) - set(named))]
+    invented = [f"{name} does not exist" for name in sorted(set(named) - set(real))]
+    repeated = [
+        f"{name} is named {named.count(name)} times" for name in sorted(set(named)) if named.count(name) > 1
+    ]
+    return missing + invented + repeated
+
+
+def test_architecture_names_every_package_once() -> None:
+    assert find_disagreements(ARCHITECTURE.read_text(), packages()) == []
+
+
+def test_disagreements_are_found() -> None:
+    text = "- `serve/` and `attic/`\n- `serve/`"
+    assert find_disagreements(text, {"serve/", "executor/"}) == [
+        "executor/ is not named",
+        "attic/ does not exist",
+        "serve/ is named 2 times",
+    ]
+
+
+def test_architecture_is_one_page() -> None:
+    assert len(ARCHITECTURE.read_text().splitlines()) < 80
+
+
+def test_a_request_lives_in_at_most_ten_steps() -> None:
+    steps = [int(number) for number in re.findall(r"^(\d+)\. ", ARCHITECTURE.read_text(), re.MULTILINE)]
+    assert steps == list(range(1, len(steps) + 1)) and 5 <= len(steps) <= 10
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/architecture.md", "docs/environment.md"])
+def test_links_and_make_targets_exist(document: str) -> None:
+    path = ROOT / document
+    text = path.read_text()
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (path.parent / link).exists(), link
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z][\w-]*)", text)) <= targets
+
+
+def test_commands_exist_and_are_listed() -> None:
+    """A script is listed exactly when its module has the `main` that it calls."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("scripts", {})
+    for command, target in scripts.items():
+        module, _, function = target.partition(":")
+        source = ROOT / (module.replace(".", "/") + ".py")
+        assert re.search(rf"^def {function}\(|^{function} = ", source.read_text(), re.MULTILINE), command
+
+
+def test_every_source_carries_the_licence_line() -> None:
+    sources = [p for part in ("tensorrt_llm", "tests", "tools") for p in (ROOT / part).rglob("*.py")]
+    bare = [
+        source.relative_to(ROOT).as_posix()
+        for source in sources
+        if not source.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
+    ]
+    assert bare == []
