@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 MODEL  ?= kimi-k3-tiny
 ARGS   ?=
@@ -62,10 +62,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(RUNTIME_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'installing what serving needs into $(VENV): about a minute, longer where torch comes with CUDA'
 	$(PIP) --editable '.$(if $(SERVE_EXTRAS),[$(SERVE_EXTRAS)])'
 	@touch $@
 
 $(TEST_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'installing what tests need into $(VENV): about a minute, longer where torch comes with CUDA'
 	$(PIP) --editable '.[test]'
 	@touch $@
 
