@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ids and enumerations of the cache core. Every index has its own type so that two of them cannot be swapped."""
+"""Ids and enumerations of the cache core. Every index has its own type so that two of them cannot be
+swapped.
+"""
 
 import enum
 from typing import Final, NewType

@@ -23,7 +23,9 @@ def _require_positive(name: str, value: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GpuCacheTierConfig:
-    """The hot tier. `quota`: bytes for all pools together; see `quota.usable_quota_bytes` for the rounding."""
+    """The hot tier. `quota`: bytes for all pools together; see `quota.usable_quota_bytes` for the
+    rounding.
+    """
 
     quota: int
 
@@ -72,8 +74,8 @@ CacheTierConfig = GpuCacheTierConfig | HostCacheTierConfig | DiskCacheTierConfig
 class BufferConfig:
     """One buffer of a layer. `size`: bytes per block (attention) or per sequence (SSM).
 
-    `tokens_per_block_override`: the kernel sees pages of this many tokens instead of `tokens_per_block`, which it
-    must divide; a block then is tokens_per_block / override consecutive pages. Attention only.
+    `tokens_per_block_override`: the kernel sees pages of this many tokens instead of `tokens_per_block`,
+    which it must divide; a block then is tokens_per_block / override consecutive pages. Attention only.
     """
 
     role: str
@@ -90,7 +92,9 @@ class BufferConfig:
 def _checked_buffers(layer_id: LayerId, buffers: Sequence[BufferConfig]) -> tuple[BufferConfig, ...]:
     _require(len(buffers) > 0, f"layer {layer_id} has no buffers; give at least one BufferConfig")
     roles = [buffer.role for buffer in buffers]
-    _require(len(set(roles)) == len(roles), f"layer {layer_id} repeats a role in {roles}; roles must be unique")
+    _require(
+        len(set(roles)) == len(roles), f"layer {layer_id} repeats a role in {roles}; roles must be unique"
+    )
     return tuple(buffers)
 
 
@@ -115,7 +119,7 @@ class AttentionLayerConfig:
             _require(sink >= 0, f"num_sink_tokens of layer {self.layer_id} is {sink}; give 0 or more")
             _require(
                 window is not None or sink == 0,
-                f"layer {self.layer_id} has {sink} sink tokens but no window; set sliding_window_size or drop the sink",
+                f"layer {self.layer_id} has {sink} sink tokens but no window; set sliding_window_size",
             )
 
 
@@ -131,8 +135,8 @@ class SsmLayerConfig:
         for buffer in self.buffers:
             _require(
                 buffer.tokens_per_block_override is None,
-                f"layer {self.layer_id} buffer {buffer.role!r} sets tokens_per_block_override; recurrent states "
-                "have no tokens per block, leave it out",
+                f"layer {self.layer_id} buffer {buffer.role!r} sets tokens_per_block_override; leave it out, "
+                "recurrent states have no tokens per block",
             )
 
 
@@ -159,7 +163,9 @@ class KVCacheDesc:
 
 @dataclass(frozen=True, slots=True)
 class BatchDesc:
-    """Requests that are resident together; the first `system_prompt_length` tokens are common to all of them."""
+    """Requests that are resident together; the first `system_prompt_length` tokens are common to all of
+    them.
+    """
 
     kv_caches: Sequence[KVCacheDesc]
     system_prompt_length: int = 0
@@ -183,13 +189,15 @@ class KVCacheManagerConfig:
 
     tokens_per_block: tokens of one attention block.
     cache_tiers: level 0 must be the GPU tier; the others follow from near to far.
-    max_util_for_resume: a cache resumes only while this share of a growing pool group, or less, is in use by others;
-        also divides the slots of `constraints`. Rounded to float32 in the manager's `init_config`.
+    max_util_for_resume: a cache resumes only while this share of a growing pool group, or less, is in use
+        by others; also divides the slots of `constraints`. Rounded to float32 in the manager's
+        `init_config`.
     enable_partial_reuse: reuse also the matching first tokens of a block that matches in part.
     reuse_match_backoff: tokens given up at the end of every match.
     constraints: batches that must always fit. typical_step: the batch that sets the initial ratio.
     initial_pool_ratio: one positive weight per layer group (or pool group), summing to 1.
-    commit_min_snapshot: one commit keeps only what reuse at the new committed length needs. Must be True with SSM.
+    commit_min_snapshot: one commit keeps only what reuse at the new committed length needs. Must be True
+        with SSM.
     text_only: all tokens are text; kept for callers, this runtime knows no other tokens.
     rebalance_*: when `need_adjustment` turns True and how fast the averages behind it follow.
     """
@@ -214,14 +222,20 @@ class KVCacheManagerConfig:
     rebalance_moving_average_decay: float = 0.9999
 
     def __post_init__(self) -> None:
-        for name in ("cache_tiers", "layers", "constraints"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "cache_tiers", tuple(self.cache_tiers))
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "constraints", tuple(self.constraints))
         _require_positive("tokens_per_block", self.tokens_per_block)
         _check_tiers(self.cache_tiers)
         _check_layers(self.layers, self.tokens_per_block)
         util = self.max_util_for_resume
-        _require(0 < float32(util) <= 1, f"max_util_for_resume is {util}; give a share in (0, 1], such as 0.97")
-        _require(self.reuse_match_backoff >= 0, f"reuse_match_backoff is {self.reuse_match_backoff}; give 0 or more")
+        _require(
+            0 < float32(util) <= 1, f"max_util_for_resume is {util}; give a share in (0, 1], such as 0.97"
+        )
+        _require(
+            self.reuse_match_backoff >= 0,
+            f"reuse_match_backoff is {self.reuse_match_backoff}; give 0 or more",
+        )
         has_ssm = any(isinstance(layer, SsmLayerConfig) for layer in self.layers)
         _require(
             self.commit_min_snapshot or not has_ssm,
@@ -240,8 +254,13 @@ class KVCacheManagerConfig:
 def _check_tiers(tiers: Sequence[CacheTierConfig]) -> None:
     _require(len(tiers) > 0, "cache_tiers is empty; start it with a GpuCacheTierConfig")
     kinds = [tier.tier for tier in tiers]
-    _require(kinds[0] is CacheTier.GPU_MEM, f"cache_tiers starts with {kinds[0].name}; the first tier must be GPU_MEM")
-    _require(kinds.count(CacheTier.GPU_MEM) == 1, "cache_tiers names GPU_MEM twice; only the first tier can be it")
+    _require(
+        kinds[0] is CacheTier.GPU_MEM,
+        f"cache_tiers starts with {kinds[0].name}; the first tier must be GPU_MEM",
+    )
+    _require(
+        kinds.count(CacheTier.GPU_MEM) == 1, "cache_tiers names GPU_MEM twice; only the first tier can be it"
+    )
     _require(kinds == sorted(kinds), f"cache_tiers {[kind.name for kind in kinds]} must go from near to far")
 
 
@@ -257,8 +276,8 @@ def _check_layers(layers: Sequence[LayerConfig], tokens_per_block: int) -> None:
             expansion, rest = divmod(tokens_per_block, override)
             _require(
                 rest == 0 and buffer.size % expansion == 0,
-                f"layer {layer.layer_id} buffer {buffer.role!r}: tokens_per_block_override {override} must divide "
-                f"tokens_per_block {tokens_per_block}, and the block's {buffer.size} bytes must split evenly",
+                f"layer {layer.layer_id} buffer {buffer.role!r}: tokens_per_block_override {override} must "
+                f"divide tokens_per_block {tokens_per_block}, and its {buffer.size} bytes must split evenly",
             )
 
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where each layer's bytes lie: coalesced buffers, pools, pool groups and page index arithmetic. Pure.
 
-Buffers of one life cycle with equal byte size lie side by side in one coalesced buffer, and each coalesced buffer is
-a pool::
+Buffers of one life cycle with equal byte size lie side by side in one coalesced buffer, and each coalesced
+buffer is a pool::
 
-    slot s of a pool:  | layer 0 key | layer 0 value | layer 1 key | layer 1 value | ...   scale = buffers per slot
-    page index of a buffer, counted from the buffer's own base address:  s * scale
+    slot s of a pool:  | layer 0 key | layer 0 value | layer 1 key | layer 1 value | ...   scale = buffers
+    per slot page index of a buffer, counted from the buffer's own base address:  s * scale
 
-Life cycles whose pools have the same slot sizes share a pool group; slot i of a group exists in all of its pools.
+Life cycles whose pools have the same slot sizes share a pool group; slot i of a group exists in all of its
+pools.
 """
 
 from collections.abc import Sequence

@@ -91,5 +91,6 @@ class LifeCycleRegistry:
     def grouping(self) -> tuple[tuple[LayerId, ...], ...]:
         """Layer ids per life cycle, in configuration order."""
         return tuple(
-            tuple(layer for layer, owner in self._of_layer.items() if owner == index) for index, _ in self.items()
+            tuple(layer for layer, owner in self._of_layer.items() if owner == index)
+            for index, _ in self.items()
         )

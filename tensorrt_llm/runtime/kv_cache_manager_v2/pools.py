@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of the pools, on a CPU: address space is reserved once, memory comes and goes behind a base that stays.
+"""Memory of the pools, on a CPU: address space is reserved once, memory comes and goes behind a base that
+stays.
 
 Anonymous memory is zero when first touched and costs nothing before. CUDA memory lives in `cuda_pools`.
 """
@@ -46,7 +47,7 @@ class Pool(Protocol):
 class CpuPool:
     """Anonymous memory, for the GPU tier of a CPU-only run and for host tiers."""
 
-    __slots__ = ("_grain", "_memory", "_reserved_bytes", "_tensor", "num_slots", "slot_size")
+    __slots__ = ("_grain", "_memory", "_reserved_bytes", "_tensor", "num_slots", "slot_size", "view")
 
     def __init__(self, slot_size: int, num_slots: int, grain: int, reserved_slots: int) -> None:
         self.slot_size = slot_size
@@ -55,21 +56,21 @@ class CpuPool:
         self._reserved_bytes = round_up(max(1, num_slots, reserved_slots) * slot_size, grain)
         self._memory = _reserve(self._reserved_bytes)
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self.view = memoryview(self._memory)
         self.resize(num_slots)
 
     @property
     def base_address(self) -> MemAddress:
         return MemAddress(self._tensor.data_ptr())
 
-    @property
-    def memory(self) -> mmap.mmap:
-        """The reserved range as a writable buffer."""
-        return self._memory
-
     def resize(self, num_slots: int) -> None:
         if num_slots * self.slot_size > self._reserved_bytes:
-            raise HostOOMError(f"{num_slots} slots of {self.slot_size} bytes exceed {self._reserved_bytes} reserved")
-        mapped, wanted = (round_up(count * self.slot_size, self._grain) for count in (self.num_slots, num_slots))
+            raise HostOOMError(
+                f"{num_slots} slots of {self.slot_size} bytes exceed {self._reserved_bytes} reserved"
+            )
+        mapped, wanted = (
+            round_up(count * self.slot_size, self._grain) for count in (self.num_slots, num_slots)
+        )
         if wanted < mapped:
             self._memory.madvise(mmap.MADV_DONTNEED, wanted, mapped - wanted)
         self.num_slots = num_slots
@@ -80,7 +81,7 @@ class CpuPool:
     def close(self) -> None:
         self._memory.madvise(mmap.MADV_DONTNEED)
         self._tensor = torch.empty(0, dtype=torch.uint8)
-        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self.view = memoryview(b"")
         self._reserved_bytes = self.num_slots = 0
 
 
@@ -115,11 +116,16 @@ class CpuCopier:
             raise LogicError(f"cannot copy from {type(src).__name__} to {type(dst).__name__}")
         size = dst.slot_size
         begin = src_slot * size
-        dst.memory[dst_slot * size : (dst_slot + 1) * size] = src.memory[begin : begin + size]
+        dst.view[dst_slot * size : (dst_slot + 1) * size] = src.view[begin : begin + size]
 
 
 def copy_slots(
-    copier: Copier, dst: Sequence[Pool], dst_slot: SlotId, src: Sequence[Pool], src_slot: SlotId, stream: StreamHandle
+    copier: Copier,
+    dst: Sequence[Pool],
+    dst_slot: SlotId,
+    src: Sequence[Pool],
+    src_slot: SlotId,
+    stream: StreamHandle,
 ) -> None:
     """Copy one slot in all pools of a group."""
     for dst_pool, src_pool in zip(dst, src, strict=True):

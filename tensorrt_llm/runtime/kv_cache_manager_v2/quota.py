@@ -3,9 +3,11 @@
 
 Memory is handed out in grains. A pool of n slots takes ceil(n * slot bytes / grain) grains. The steps:
 
-1. `min_slots`: slots that must exist (one sequence, plus every constraint batch divided by max_util_for_resume).
+1. `min_slots`: slots that must exist (one sequence, plus every constraint batch divided by
+   max_util_for_resume).
 2. `initial_ratio`: the share of bytes per pool group, kept in float32.
-3. `distribute`: grains by ratio; a group that would get its floor or less is pinned to it, the rest shares the rest.
+3. `distribute`: grains by ratio; a group that would get its floor or less is pinned to it, the rest shares
+   the rest.
 """
 
 import math
@@ -30,7 +32,8 @@ _DEFAULT_STEP = BatchDesc([KVCacheDesc(capacity=2049, history_length=2048)])
 def grain_bytes(tier: CacheTier, quota_bytes: int) -> int:
     """Return the allocation unit of a tier.
 
-    GPU: 2 MiB below 2 GiB of quota, then doubling with it up to 32 MiB from 16 GiB on. Host 4 KiB, disk 2 MiB.
+    GPU: 2 MiB below 2 GiB of quota, then doubling with it up to 32 MiB from 16 GiB on. Host 4 KiB, disk 2
+    MiB.
     """
     if tier is CacheTier.HOST_MEM:
         return HOST_GRAIN_BYTES
@@ -43,7 +46,8 @@ def grain_bytes(tier: CacheTier, quota_bytes: int) -> int:
 def slots_to_keep(num_slots: int, max_util_for_resume: float) -> int:
     """Return ceil(num_slots / float32(max_util_for_resume)), divided in double.
 
-    Rounding the ratio to float32 first matters: 19 slots at 0.95 are 21 to keep, while the double 0.95 gives 20.
+    Rounding the ratio to float32 first matters: 19 slots at 0.95 are 21 to keep, while the double 0.95
+    gives 20.
     """
     return math.ceil(num_slots / float32(max_util_for_resume))
 
@@ -67,7 +71,9 @@ def _attention_slots(life_cycle: AttnLifeCycle, batch: BatchDesc, tokens_per_blo
 
 
 def batch_slots(batch: BatchDesc, life_cycles: Sequence[LifeCycle], tokens_per_block: int) -> list[int]:
-    """Return the slots that `batch` needs per life cycle. A recurrent state needs one per request, at any capacity."""
+    """Return the slots that `batch` needs per life cycle. A recurrent state needs one per request, at any
+    capacity.
+    """
     return [
         _attention_slots(life_cycle, batch, tokens_per_block)
         if isinstance(life_cycle, AttnLifeCycle)
@@ -79,7 +85,9 @@ def batch_slots(batch: BatchDesc, life_cycles: Sequence[LifeCycle], tokens_per_b
 def _default_floor(life_cycles: Sequence[LifeCycle], tokens_per_block: int) -> list[int]:
     """Return the slots one decoding sequence needs: 1, or all blocks a window can touch plus its sinks."""
     window_floors = {
-        index: life_cycle.num_sink_blocks + (life_cycle.window_size + tokens_per_block - 2) // tokens_per_block + 1
+        index: life_cycle.num_sink_blocks
+        + (life_cycle.window_size + tokens_per_block - 2) // tokens_per_block
+        + 1
         for index, life_cycle in enumerate(life_cycles)
         if isinstance(life_cycle, AttnLifeCycle) and life_cycle.window_size is not None
     }
@@ -96,7 +104,8 @@ def _sum_per_group(per_life_cycle: Sequence[int], layout: StorageLayout) -> list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """A model's demands on a tier: slot sizes, floors and ratio per pool group. Independent of the quota's size.
+    """A model's demands on a tier: slot sizes, floors and ratio per pool group. Independent of the quota's
+    size.
 
     `floors` in slots, `typical_slots` in slots; `weights` are given shares of bytes (float32) that win over
     `typical_slots`, or None.
@@ -108,18 +117,23 @@ class Sizing:
     weights: tuple[float, ...] | None = None
 
     def ratio(self, grain: int) -> tuple[float, ...]:
-        """Return the share of bytes per pool group in float32; given weights, or the typical slots in grains."""
+        """Return the share of bytes per pool group in float32; given weights, or the typical slots in
+        grains.
+        """
         if self.weights is not None:
             return self.weights
         sizes = [
-            grains_of(slots, pools, grain) for slots, pools in zip(self.typical_slots, self.slot_sizes, strict=True)
+            grains_of(slots, pools, grain)
+            for slots, pools in zip(self.typical_slots, self.slot_sizes, strict=True)
         ]
         total = sum(sizes)
         return tuple(float32(size / total) for size in sizes)
 
 
 def min_slots(config: KVCacheManagerConfig, life_cycles: Sequence[LifeCycle]) -> list[int]:
-    """Return the floor per life cycle: one sequence, and every constraint batch scaled by max_util_for_resume."""
+    """Return the floor per life cycle: one sequence, and every constraint batch scaled by
+    max_util_for_resume.
+    """
     tokens_per_block = config.tokens_per_block
     floors = _default_floor(life_cycles, tokens_per_block)
     for batch in config.constraints:
@@ -159,8 +173,8 @@ def _group_weights(ratio: Sequence[float] | None, layout: StorageLayout) -> tupl
     if len(ratio) == num_groups:
         return tuple(float32(weight) for weight in ratio)
     raise MisuseError(
-        f"initial_pool_ratio has {len(ratio)} weights; give one per layer group ({num_life_cycles}) or per pool group "
-        f"({num_groups})"
+        f"initial_pool_ratio has {len(ratio)} weights; give one per layer group ({num_life_cycles}) or per "
+        f"pool group ({num_groups})"
     )
 
 
@@ -182,7 +196,9 @@ def slots_in(num_grains: int, slot_sizes: Sequence[int], grain: int) -> int:
 
 
 def usable_quota_bytes(quota_bytes: int, grain: int, sizing: Sizing) -> int:
-    """Return the bytes really used: the quota rounded UP to grains, or what the floors need if that is more."""
+    """Return the bytes really used: the quota rounded UP to grains, or what the floors need if that is
+    more.
+    """
     floor_grains = sum(
         grains_of(floor, pools, grain) for floor, pools in zip(sizing.floors, sizing.slot_sizes, strict=True)
     )
@@ -198,9 +214,9 @@ def distribute(
 ) -> list[int]:
     """Return slots per pool group for `num_grains` grains.
 
-    Groups are served by ascending ratio with round-half-even shares of what is left. A group whose share holds its
-    floor or less is pinned to the floor's grains (which may hold more slots than the floor), and the others start
-    over with the rest. Raises OutOfPagesError when the floors need more than `num_grains`.
+    Groups are served by ascending ratio with round-half-even shares of what is left. A group whose share
+    holds its floor or less is pinned to the floor's grains (which may hold more slots than the floor), and
+    the others start over with the rest. Raises OutOfPagesError when the floors need more than `num_grains`.
     """
     slots = [0] * len(floors)
     active = sorted(range(len(floors)), key=lambda group: ratio[group])
@@ -216,13 +232,19 @@ def distribute(
             slots[group] = slots_in(floor_grains, slot_sizes[group], grain)
             budget -= floor_grains
         if budget < 0:
-            raise OutOfPagesError(f"{num_grains} grains of {grain} bytes cannot hold the floors {list(floors)}")
+            raise OutOfPagesError(
+                f"{num_grains} grains of {grain} bytes cannot hold the floors {list(floors)}"
+            )
         active = [group for group in active if group not in pinned]
     return [_fill_grains(count, pools, grain) for count, pools in zip(slots, slot_sizes, strict=True)]
 
 
 def _share_by_ratio(
-    budget: int, ratio: Sequence[float], active: Sequence[int], slot_sizes: Sequence[Sequence[int]], grain: int
+    budget: int,
+    ratio: Sequence[float],
+    active: Sequence[int],
+    slot_sizes: Sequence[Sequence[int]],
+    grain: int,
 ) -> dict[int, int]:
     """Return slots per active group (given in ascending ratio) for `budget` grains."""
     left, ratio_left = budget, math.fsum(ratio[group] for group in active)
@@ -256,7 +278,9 @@ class TierSplit:
         return sum(grains_of(slots, pools, self.grain) for slots, pools in pairs) * self.grain
 
 
-def split_tier(tier: CacheTier, quota_bytes: int, sizing: Sizing, ratio: Sequence[float] | None = None) -> TierSplit:
+def split_tier(
+    tier: CacheTier, quota_bytes: int, sizing: Sizing, ratio: Sequence[float] | None = None
+) -> TierSplit:
     """Divide `quota_bytes` of a tier. Only the GPU tier has floors; a cold group may get no slots at all.
 
     `ratio`: shares per pool group that replace those of `sizing` (after a rebalance).
@@ -270,6 +294,8 @@ def split_tier(tier: CacheTier, quota_bytes: int, sizing: Sizing, ratio: Sequenc
 
 
 def split_gpu_quota(config: KVCacheManagerConfig, quota_bytes: int | None = None) -> TierSplit:
-    """Return the GPU split of `config`, or of the same model with another quota. Needs no memory and no torch."""
+    """Return the GPU split of `config`, or of the same model with another quota. Needs no memory and no
+    torch.
+    """
     quota = config.cache_tiers[0].quota if quota_bytes is None else quota_bytes
     return split_tier(CacheTier.GPU_MEM, quota, make_sizing(config))

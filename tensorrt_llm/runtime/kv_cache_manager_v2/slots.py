@@ -11,8 +11,8 @@ from .streams import Event
 class SlotAllocator:
     """Free slots of one pool group at one cache level.
 
-    Order of preference: a recycled slot whose last use is done, a slot never used, a recycled slot still in use by a
-    stream (the next user must then wait for `event_of` it).
+    Order of preference: a recycled slot whose last use is done, a slot never used, a recycled slot still in
+    use by a stream (the next user must then wait for `event_of` it).
     """
 
     __slots__ = ("_events", "_is_live", "_num_fresh_used", "_pending", "_ready", "num_slots")
@@ -40,7 +40,9 @@ class SlotAllocator:
     def allocate(self, num_slots: int) -> list[SlotId]:
         """Take `num_slots` slots. Raises OutOfPagesError, with nothing taken, when fewer are free."""
         if num_slots > self.num_free:
-            raise OutOfPagesError(f"{num_slots} slots asked for, {self.num_free} of {self.num_slots} are free")
+            raise OutOfPagesError(
+                f"{num_slots} slots asked for, {self.num_free} of {self.num_slots} are free"
+            )
         self._settle_events()
         return [self._take() for _ in range(num_slots)]
 
@@ -65,7 +67,9 @@ class SlotAllocator:
         """Change the number of slots. No live slot may lie at or above `num_slots`."""
         live_above = [slot for slot in range(num_slots, self.num_slots) if self._is_live[slot]]
         if live_above:
-            raise LogicError(f"slots {live_above} are live, cannot go from {self.num_slots} to {num_slots} slots")
+            raise LogicError(
+                f"slots {live_above} are live, cannot go from {self.num_slots} to {num_slots} slots"
+            )
         self._ready = deque(slot for slot in self._ready if slot < num_slots)
         self._pending = deque(slot for slot in self._pending if slot < num_slots)
         self._num_fresh_used = min(self._num_fresh_used, num_slots)
@@ -86,7 +90,8 @@ class SlotAllocator:
         never_used = range(self._num_fresh_used, self.num_slots)
         if sorted([*recycled, *live, *never_used]) != list(range(self.num_slots)):
             raise LogicError(
-                f"{self.num_slots} slots but {len(live)} live, {len(recycled)} recycled, {len(never_used)} never used"
+                f"{self.num_slots} slots, but {len(live)} live, {len(recycled)} recycled and "
+                f"{len(never_used)} never used"
             )
 
     def _settle_events(self) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ordering of work on pool memory. On a CPU work is done when the call returns, so there is nothing to order.
 
-On CUDA each slot remembers the event of its last use; whoever touches the slot next makes its stream wait for it.
+On CUDA each slot remembers the event of its last use; whoever touches the slot next makes its stream wait
+for it.
 """
 
 from typing import Protocol

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One owned slot, and a request's table of them."""
+
+from array import array
+
+from ._types import BAD_PAGE_INDEX, CacheLevel, LifeCycleId, Priority, SlotId
+from .errors import MisuseError
+
+
+class Page:
+    """An owned slot: content of one block (attention) or one sequence (SSM).
+
+    `num_holders`: caches that need the content; `num_locks`: those of them that are active, so that the
+    page must stay in its GPU slot.
+    """
+
+    __slots__ = ("level", "life_cycle", "num_holders", "num_locks", "priority", "slot")
+
+    def __init__(self, life_cycle: LifeCycleId, level: CacheLevel, slot: SlotId, priority: Priority) -> None:
+        self.life_cycle = life_cycle
+        self.level = level
+        self.slot = slot
+        self.priority = priority
+        self.num_holders = 0
+        self.num_locks = 0
+
+
+class PageTable:
+    """Pages of one life cycle in block order (one entry for SSM), with slot ids kept ready for kernels.
+
+    `indices` holds a slot id per block, BAD_PAGE_INDEX where there is no page or the page is not on the
+    GPU. A user's int32 buffer, once attached, is kept equal to it and padded with BAD_PAGE_INDEX.
+    """
+
+    __slots__ = ("_buffer", "indices", "pages")
+
+    def __init__(self) -> None:
+        self.pages: list[Page | None] = []
+        self.indices = array("i")
+        self._buffer: memoryview | None = None
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def append(self, page: Page | None) -> None:
+        self.pages.append(None)
+        self.indices.append(BAD_PAGE_INDEX)
+        self.put(len(self.pages) - 1, page)
+
+    def put(self, ordinal: int, page: Page | None) -> None:
+        self.pages[ordinal] = page
+        index = BAD_PAGE_INDEX if page is None else page.slot
+        self.indices[ordinal] = index
+        if self._buffer is not None:
+            self._buffer[ordinal] = index
+
+    def pop(self) -> Page | None:
+        if self._buffer is not None:
+            self._buffer[len(self.pages) - 1] = BAD_PAGE_INDEX
+        self.indices.pop()
+        return self.pages.pop()
+
+    def check_room(self, num_blocks: int) -> None:
+        """Raise MisuseError if the attached buffer cannot hold `num_blocks` indices."""
+        if self._buffer is not None and len(self._buffer) < num_blocks:
+            raise MisuseError(
+                f"the page index buffer has {len(self._buffer)} entries, {num_blocks} blocks are needed; "
+                "attach a longer one with set_base_page_index_buf"
+            )
+
+    def attach(self, buffer: memoryview | None) -> None:
+        """Keep `buffer` (int32, one entry per block or more) equal to `indices`; None detaches."""
+        if buffer is None:
+            self._buffer = None
+            return
+        if buffer.format != "i" or buffer.ndim != 1 or buffer.readonly:
+            raise MisuseError(
+                f"page index buffer has format {buffer.format!r}, {buffer.ndim} dimensions, readonly "
+                f"{buffer.readonly}; give a writable one-dimensional int32 memoryview"
+            )
+        if len(buffer) < len(self.pages):
+            raise MisuseError(f"page index buffer has {len(buffer)} entries for {len(self.pages)} blocks")
+        self._buffer = buffer
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Rewrite all indices from the pages."""
+        for ordinal, page in enumerate(self.pages):
+            self.put(ordinal, page)
+        if self._buffer is not None:
+            for ordinal in range(len(self.pages), len(self._buffer)):
+                self._buffer[ordinal] = BAD_PAGE_INDEX
+
+    def invalidate(self) -> None:
+        """Detach the buffer and forget the indices: the pages may move from now on."""
+        self._buffer = None
+        self.indices = array("i", [BAD_PAGE_INDEX]) * len(self.pages)
