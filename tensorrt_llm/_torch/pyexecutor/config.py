@@ -3,21 +3,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, cast, get_args
+from typing import Literal, cast, get_args
 
+from tensorrt_llm._torch.pyexecutor.kv_cache.config import KvCacheSettings
 from tensorrt_llm._torch.speculative.interface import SpeculationSpec
 
 VerifySchemeName = Literal["records", "replay", "intermediate"]
 VerifySchemeChoice = Literal["auto", "records", "replay", "intermediate"]
-
-
-class KvCacheOptions(Protocol):
-    """The part of `KvCacheConfig` that the executor itself reads; managers read the rest of the same
-    object.
-    """
-
-    @property
-    def enable_block_reuse(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +32,7 @@ class ExecutorConfig:
     max_num_tokens: int = 8192
     max_seq_len: int | None = None
     enable_chunked_prefill: bool = False
-    kv_cache_config: object | None = None
+    kv_cache_config: KvCacheSettings = field(default_factory=KvCacheSettings)
     enable_block_reuse: bool | None = None
     speculation: SpeculationSpec | None = None
     random_seed: int | None = None

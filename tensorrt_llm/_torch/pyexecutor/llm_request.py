@@ -292,7 +292,13 @@ class LlmRequest:
 
     @property
     def in_context(self) -> bool:
+        """True while the prompt is being read."""
         return self.state is LlmRequestState.CONTEXT_INIT
+
+    @property
+    def in_generation(self) -> bool:
+        """True from the prompt's end to the output's."""
+        return self.state is LlmRequestState.GENERATION_IN_PROGRESS
 
     def advance_context(self) -> None:
         """The step's chunk is in the cache: move behind it, into generation if it was the last."""

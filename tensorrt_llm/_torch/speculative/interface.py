@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 DecodingType = Literal["NGram", "User_Provided"]
 
@@ -19,6 +19,7 @@ class DraftTarget(Protocol):
         ...
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes the tokens that may follow each request; the target verifies them, so a proposal costs time
     only.
@@ -53,11 +54,11 @@ class UserDrafter(Protocol):
 class SpeculationSpec:
     """Speculation with drafts made on the host, as resolved from the user's `speculative_config`.
 
-    A round verifies at most `max_draft_len` (K) drafts. No drafts are made while more than `max_concurrency`
-    requests generate; `draft_len_schedule` instead maps a number of generating requests to K (the largest key
-    not above it counts; beyond the largest key there are none). `round_cost_per_token` is what one more token
-    in a verify round costs, as a share of the round's fixed cost; None takes the device's figure
-    (`speculative.guard`), 0 switches the guard off.
+    A round verifies at most `max_draft_len` (K) drafts. No drafts are made while more than
+    `max_concurrency` requests generate; `draft_len_schedule` instead maps a number of generating requests
+    to K (the smallest key that is not below it counts; beyond the largest key there are none).
+    `round_cost_per_token` is what one more token in a verify round costs, as a share of the round's fixed
+    cost; None takes the device's figure (`speculative.guard`), 0 switches the guard off.
 
     Raises ValueError for a value outside its range.
     """
@@ -65,7 +66,7 @@ class SpeculationSpec:
     decoding_type: DecodingType
     max_draft_len: int
     max_concurrency: int | None = None
-    draft_len_schedule: Mapping[int, int] | None = None
+    draft_len_schedule: dict[int, int] | None = None
     acceptance_rate_window_size: int = 0
     acceptance_rate_threshold: float = 0.0
     max_matching_ngram_size: int = 2
@@ -105,10 +106,8 @@ class SpeculationSpec:
             return self.max_draft_len if num_generating <= self.max_concurrency else 0
         if self.draft_len_schedule is None:
             return self.max_draft_len
-        if num_generating > max(self.draft_len_schedule):
-            return 0
-        reached = [size for size in self.draft_len_schedule if size <= num_generating]
-        return self.draft_len_schedule[max(reached) if reached else min(self.draft_len_schedule)]
+        reached = [size for size in self.draft_len_schedule if size >= num_generating]
+        return self.draft_len_schedule[min(reached)] if reached else 0
 
 
 def _check_schedule(schedule: Mapping[int, int], max_draft_len: int) -> None:
