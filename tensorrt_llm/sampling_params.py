@@ -31,7 +31,8 @@ _UNSUPPORTED = {
 class SamplingParams:
     """Sampling and stop conditions of a request, checked when constructed (`ValueError`).
 
-    Without temperature, top_k and top_p a request is greedy, and so it is with temperature 0 or top_k 1.
+    Without temperature, top_k and top_p a request is greedy, and so it is with temperature 0,
+    top_p 0 or top_k 1.
 
     max_tokens: most tokens to generate per choice; None means up to the model's `max_seq_len`.
     min_tokens: no EOS, stop token or stop string ends a choice earlier.
@@ -40,7 +41,7 @@ class SamplingParams:
         `include_stop_str_in_output`; token ids end with the token that completed them.
     bad_token_ids: tokens that are never sampled. logit_bias: amounts added to the logits, by token id.
     n: choices per prompt. best_of: accepted when it equals n. seed: that of choice 0; choice i uses seed + i.
-    top_k: 0 means all. top_p, min_p: in (0, 1] and [0, 1].
+    top_k: 0 means all. top_p, min_p: from 0 to 1.
     logprobs: how many of the most likely tokens to report per step besides the sampled one (0 to 20).
     detokenize: False leaves texts empty. skip_special_tokens: leave special tokens out of texts.
     spaces_between_special_tokens: byte-level tokenizers never put spaces there; both values give one text.
@@ -103,7 +104,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether every step takes the most likely token."""
-        if self.temperature == 0 or self.top_k == 1:
+        if self.temperature == 0 or self.top_p == 0 or self.top_k == 1:
             return True
         return self.temperature is None and not self.top_k and self.top_p is None
 
@@ -206,7 +207,7 @@ def _check_distribution(params: SamplingParams) -> None:
     if top_k is not None:
         _require(_is_int(top_k) and top_k >= 0, "top_k", top_k, "must be a whole number >= 0 (0 means all)")
     if top_p is not None:
-        _require(_is_finite(top_p) and 0 < top_p <= 1, "top_p", top_p, "must be a number above 0, at most 1")
+        _require(_is_finite(top_p) and 0 <= top_p <= 1, "top_p", top_p, "must be a number from 0 to 1")
     if min_p is not None:
         _require(_is_finite(min_p) and 0 <= min_p <= 1, "min_p", min_p, "must be a number from 0 to 1")
 

@@ -72,7 +72,7 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; none for an id beyond the vocabulary (models may have more rows)."""
+        """The bytes that a token stands for; none for an id beyond the vocabulary (models have more rows)."""
         symbols = self._backend.id_to_token(token_id)
         if symbols is None:
             return b""

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LLM`: a model in this process, for scripts and for the server."""
+
+import uuid
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, Self, Unpack, cast, overload
+
+from tqdm import tqdm
+
+from tensorrt_llm._torch.pyexecutor.stats import EngineSnapshot
+from tensorrt_llm.executor import Engine, GenerationExecutor
+from tensorrt_llm.executor.engine import EngineDescription
+from tensorrt_llm.llmapi.checkpoint import find_checkpoint, read_end_ids
+from tensorrt_llm.llmapi.inputs import (
+    PromptInputs,
+    RequestLimits,
+    build_requests,
+    is_single_prompt,
+    read_prompt,
+)
+from tensorrt_llm.llmapi.llm_args import LlmOptions, TorchLlmArgs
+from tensorrt_llm.llmapi.outputs import RequestOutput
+from tensorrt_llm.llmapi.strict_model import parse
+from tensorrt_llm.llmapi.tokenizer import Tokenizer
+from tensorrt_llm.sampling_params import SamplingParams
+
+
+class LLM:
+    """A model that generates text. Use it in a `with` block, or call `shutdown` when done.
+
+    All methods may be called from several threads; an output has one reader at a time.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        tokenizer: str | Path | Tokenizer | None = None,
+        **options: Unpack[LlmOptions],
+    ) -> None:
+        """Load the model. `options` are the fields of `TorchLlmArgs`.
+
+        Raises ValueError, before anything is loaded, for an unknown option (naming the nearest valid one), a
+        value out of range, options that contradict each other, or a model that is not there.
+        """
+        args = parse(TorchLlmArgs, {"model": model, "tokenizer": tokenizer, **options})
+        self._assemble(*_load(args))
+        self.args: TorchLlmArgs | None = args
+
+    @classmethod
+    def from_args(cls, args: TorchLlmArgs) -> Self:
+        """An LLM from arguments that were checked before."""
+        llm = cls.__new__(cls)
+        llm._assemble(*_load(args))
+        llm.args = args
+        return llm
+
+    @classmethod
+    def from_engine(cls, engine: Engine, tokenizer: Tokenizer | None, end_ids: tuple[int, ...] = ()) -> Self:
+        """An LLM around an engine that exists already; `shutdown` stops it."""
+        llm = cls.__new__(cls)
+        llm._assemble(engine, tokenizer, end_ids)
+        llm.args = None
+        return llm
+
+    def _assemble(self, engine: Engine, tokenizer: Tokenizer | None, end_ids: tuple[int, ...]) -> None:
+        self.llm_id = f"llm-{uuid.uuid4().hex[:12]}"
+        self.tokenizer = tokenizer
+        description = engine.description
+        self._limits = RequestLimits(
+            max_batch_size=description.max_batch_size,
+            max_seq_len=description.max_seq_len,
+            end_ids=end_ids,
+        )
+        self._executor = GenerationExecutor(engine)
+        # Runs once: at shutdown, when this object is collected, or when the interpreter exits.
+        self._stop = weakref.finalize(self, self._executor.shutdown)
+
+    @property
+    def description(self) -> EngineDescription:
+        """What was built: limits, cache split, verify scheme."""
+        return self._executor.engine.description
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are being served."""
+        return self._stop.alive and self._executor.engine.is_healthy
+
+    @property
+    def fatal_error(self) -> BaseException | None:
+        """What stopped the engine for good, if anything did."""
+        return self._executor.engine.fatal_error
+
+    @overload
+    def generate(
+        self,
+        inputs: str | dict[str, Any],
+        sampling_params: SamplingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> RequestOutput: ...
+    @overload
+    def generate(
+        self,
+        inputs: Sequence[PromptInputs] | Sequence[int],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> RequestOutput | list[RequestOutput]: ...
+    def generate(
+        self,
+        inputs: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Finished outputs for a prompt (one output) or a sequence of prompts (a list, in their order).
+
+        A prompt is text, token ids, or a mapping {"prompt": ...} or {"prompt_token_ids": ...}. One
+        `sampling_params` serves all prompts, a sequence has one per prompt.
+        Raises ValueError for arguments that cannot run, RequestError for a request that failed; what else was
+        submitted is then aborted.
+        """
+        prompts = [inputs] if is_single_prompt(inputs) else list(inputs)
+        params = _params_per_prompt(sampling_params, len(prompts))
+        outputs: list[RequestOutput] = []
+        try:
+            for prompt, own_params in zip(prompts, params, strict=True):
+                outputs.append(self.generate_async(prompt, own_params))
+            shows_progress = use_tqdm and len(outputs) > 1
+            for output in tqdm(outputs, desc="Processed requests", disable=not shows_progress):
+                output.result()
+        finally:
+            for output in outputs:
+                output.abort()
+        return outputs[0] if is_single_prompt(inputs) else outputs
+
+    def generate_async(
+        self,
+        inputs: PromptInputs,
+        sampling_params: SamplingParams | None = None,
+        *,
+        streaming: bool = False,
+    ) -> RequestOutput:
+        """Queue one prompt and return at once; see `RequestOutput` for how to wait.
+
+        Raises ValueError for what can never run, naming the limit.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        prompt = read_prompt(inputs, params, self.tokenizer)
+        requests = build_requests(prompt, params, self._limits, self.tokenizer)
+        return RequestOutput(
+            submitted=self._executor.submit(requests),
+            prompt=prompt.text,
+            prompt_token_ids=list(prompt.token_ids),
+            params=params,
+            tokenizer=self.tokenizer,
+            streaming=streaming,
+        )
+
+    def get_stats(self) -> list[dict[str, object]]:
+        """Statistics of the iterations since the last call, in the keys of TensorRT-LLM's iteration stats."""
+        return self._executor.engine.get_stats()
+
+    async def get_stats_async(self) -> AsyncIterator[dict[str, object]]:
+        """The same, one iteration at a time."""
+        for stats in self.get_stats():
+            yield stats
+
+    def snapshot(self) -> EngineSnapshot:
+        """Gauges of this moment; reading them changes nothing."""
+        return self._executor.engine.snapshot()
+
+    def shutdown(self) -> None:
+        """Stop the engine; requests under way fail with RequestError. A second call does nothing."""
+        self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+
+def _load(args: TorchLlmArgs) -> tuple[Engine, Tokenizer | None, tuple[int, ...]]:
+    checkpoint = find_checkpoint(args.model)
+    # The tokenizer is read first: a fault in it should not cost the time to load a model.
+    tokenizer = _load_tokenizer(args, checkpoint)
+    end_ids = read_end_ids(checkpoint)
+    from tensorrt_llm._torch.pyexecutor.py_executor_creator import create_py_executor
+
+    engine = create_py_executor(args.to_executor_config(checkpoint))
+    return cast(Engine, engine), tokenizer, end_ids
+
+
+def _load_tokenizer(args: TorchLlmArgs, checkpoint: Path) -> Tokenizer | None:
+    if args.skip_tokenizer_init:
+        return None
+    if isinstance(args.tokenizer, Tokenizer):
+        return args.tokenizer
+    return Tokenizer.from_path(checkpoint if args.tokenizer is None else args.tokenizer)
+
+
+def _params_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams | None]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise ValueError(
+            f"sampling_params has {len(params)} entries for {num_prompts} prompts; give one per prompt"
+        )
+    return list(params)
