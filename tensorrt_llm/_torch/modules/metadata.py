@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one forward pass runs: the rows of the batch, where each row's request stands, and where its cache lies.
+"""What one forward pass runs: the rows of the batch, where each row's request stands, and where its cache
+lies.
 
-Rows: the context chunks first, one after the other, then the verify groups. A group holds generation requests that run the
-same number of tokens T this round; inside it request r owns rows `row_start + r * T` up to `+ T`.
+Rows: the context chunks first, one after the other, then the verify groups. A group holds generation requests
+that run the same number of tokens T this round; inside it request r owns rows `row_start + r * T` up to `+
+T`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,8 @@ PREFILL_ALIGNMENT_TOKENS = 64
 class ContextChunk:
     """Tokens [position_start, position_start + num_tokens) of one prompt; position_start is a multiple of 64.
 
-    `pages` int64 [>= pages of the tokens up to the chunk's end] are page ids of the attention pool, `slot` the SSM row.
+    `pages` int64 [>= pages of the tokens up to the chunk's end] are page ids of the attention pool, `slot`
+    the SSM row.
     """
 
     request_id: int
@@ -32,9 +35,11 @@ class ContextChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyGroup:
-    """Generation requests with T = num_tokens each: the golden token at `positions_start[r]`, then T - 1 drafts.
+    """Generation requests with T = num_tokens each: the golden token at `positions_start[r]`, then T - 1
+    drafts.
 
-    slots int32 [requests] on the model's device, `slot_ids` the same on the host; pages[r] int64, page ids of request r.
+    slots int32 [requests] on the model's device, `slot_ids` the same on the host; pages[r] int64, page ids of
+    request r.
     """
 
     num_tokens: int

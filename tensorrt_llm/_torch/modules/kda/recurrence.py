@@ -8,8 +8,8 @@ A state S is [..., H, V, K], K contiguous, fp32. One token does (arXiv 2510.2669
     S  = fma(decay, S, vn * (beta k)^T)              the product is rounded first
     o  = S q
 
-and (vn, beta k, decay) is the token's RECORD: `apply_record` replays it without q, k or v. Decode, verify, replay and
-commit all go through `apply_record`, which is what makes their states equal bit for bit.
+and (vn, beta k, decay) is the token's RECORD: `apply_record` replays it without q, k or v. Decode, verify,
+replay and commit all go through `apply_record`, which is what makes their states equal bit for bit.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,8 @@ class KdaWeights:
     """What a layer's core needs beside its input rows.
 
     conv [W, 3D] fp32: taps of q | k | v, oldest first. f_b [D, K] in the model's dtype. a_log [H], dt_bias [D] and norm [V]
-    fp32. `lower_bound` None selects the softplus gate of Kimi Linear, a negative number the bounded gate of Kimi K3.
+    fp32. `lower_bound` None selects the softplus gate of Kimi Linear, a negative number the bounded gate of
+    Kimi K3.
     """
 
     num_heads: int
@@ -56,7 +57,10 @@ class KdaWeights:
 
 
 class KdaTokens(NamedTuple):
-    """Per-token operands of the recurrence, fp32: q, k, log_decay [..., H, K], v [..., H, V], beta [..., H]."""
+    """Per-token operands of the recurrence, fp32:
+
+    Q, k, log_decay [..., H, K], v [..., H, V], beta [..., H].
+    """
 
     q: Tensor
     k: Tensor
@@ -89,7 +93,10 @@ def _addcmul_is_fused(device_type: str) -> bool:
 
 
 def fma(decay: Tensor, state: Tensor, product: Tensor) -> Tensor:
-    """decay * state + product with one rounding; decay broadcasts against state. fp64 inputs use plain arithmetic."""
+    """decay * state + product with one rounding;
+
+    Decay broadcasts against state. fp64 inputs use plain arithmetic.
+    """
     if state.dtype == torch.float64 or _addcmul_is_fused(state.device.type):
         return torch.addcmul(product, decay, state)
     return _fma_in_double(decay, state, product)
@@ -114,7 +121,10 @@ def read_out(state: Tensor, q: Tensor) -> Tensor:
 
 
 def recurrent_kda(tokens: KdaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Run T tokens (operands [..., T, H, K]) from `state` [..., H, V, K]; return o [..., T, H, V] and the last state."""
+    """Run T tokens (operands [..., T, H, K]) from `state` [..., H, V, K];
+
+    Return o [..., T, H, V] and the last state.
+    """
     outputs = []
     for t in range(tokens.q.shape[-3]):
         q, k, v, log_decay = (x[..., t, :, :] for x in tokens[:4])
@@ -134,7 +144,10 @@ def log_decay(f: Tensor, weights: KdaWeights) -> Tensor:
 
 
 def short_conv(sequence: Tensor, taps: Tensor) -> Tensor:
-    """Causal depthwise convolution and SiLU: sequence [..., W-1+T, C] (W-1 rows of history first), taps [W, C] -> [..., T, C]."""
+    """Causal depthwise convolution and SiLU:
+
+    Sequence [..., W-1+T, C] (W-1 rows of history first), taps [W, C] -> [..., T, C].
+    """
     width = taps.shape[0]
     num_tokens = sequence.shape[-2] - (width - 1)
     out = sequence[..., :num_tokens, :] * taps[0]
@@ -150,8 +163,8 @@ def _l2_normalize(x: Tensor) -> Tensor:
 def prepare_tokens(sequence: Tensor, f: Tensor, b: Tensor, weights: KdaWeights) -> KdaTokens:
     """Operands of the recurrence.
 
-    sequence [..., W-1+T, 3D]: raw q | k | v projections, W-1 rows of history first. f [..., T, D] decay logits (the f_b
-    output), b [..., T, H] beta logits. Accumulation in the dtype of `weights.conv`.
+    sequence [..., W-1+T, 3D]: raw q | k | v projections, W-1 rows of history first. f [..., T, D] decay
+    logits (the f_b output), b [..., T, H] beta logits. Accumulation in the dtype of `weights.conv`.
     """
     H, K = weights.num_heads, weights.head_dim
     mixed = short_conv(sequence.to(weights.conv.dtype), weights.conv)
@@ -167,7 +180,8 @@ def prepare_tokens(sequence: Tensor, f: Tensor, b: Tensor, weights: KdaWeights) 
 
 
 def gated_norm(o: Tensor, gate: Tensor, weights: KdaWeights) -> Tensor:
-    """RMSNorm over V, then times sigmoid(gate): o [..., H, V] fp32, gate [..., H, V] in the model's dtype, which the result has.
+    """RMSNorm over V, then times sigmoid(gate): o [..., H, V] fp32, gate [..., H, V] in the model's dtype,
+    which the result has.
 
     o is rounded to the model's dtype before the norm, as the unfused path does.
     """

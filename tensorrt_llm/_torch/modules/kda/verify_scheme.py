@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three ways to undo rejected drafts, as values with one interface.
 
-A recurrent state cannot be rewound, so a verify round commits only the state after its first (golden) token and keeps, per
-draft, what is needed to reach the accepted one later:
+A recurrent state cannot be rewound, so a verify round commits only the state after its first (golden) token
+and keeps, per draft, what is needed to reach the accepted one later:
 
 * RECORDS       the draft's record (vn, beta k, decay): replayed at the start of the next round;
 * REPLAY        the draft's inputs (q, k, log decay, v, beta): recomputed at the start of the next round;
 * INTERMEDIATE  the whole state after the draft: copied into place once acceptance is known.
 
-`slot_buffers` says what a cache slot must hold for a scheme; whoever owns slots allocates, counts, moves, seeds and frees those
-buffers without knowing the scheme. All three also keep the drafts' conv inputs in extended windows of W-1+M columns: column c
-is the raw input at position c-(W-2) around the golden token.
+`slot_buffers` says what a cache slot must hold for a scheme; whoever owns slots allocates, counts, moves,
+seeds and frees those buffers without knowing the scheme. All three also keep the drafts' conv inputs in
+extended windows of W-1+M columns: column c is the raw input at position c-(W-2) around the golden token.
 
-Shapes: L layers, N slots, H heads, K = V head width, D = H*K, W conv width, M drafts, T tokens of a round, P accepted drafts.
+Shapes: L layers, N slots, H heads, K = V head width, D = H*K, W conv width, M drafts, T tokens of a round, P
+accepted drafts.
 """
 
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from tensorrt_llm._torch.modules.kda.recurrence import (
     make_record,
     prepare_tokens,
     read_out,
+    recurrent_kda,
 )
 
 
@@ -53,9 +55,9 @@ class KdaGeometry:
 class SlotBuffer:
     """One tensor [L, N, *shape] beside the state pool, zeroed at allocation.
 
-    `memory_order` permutes the axes of `shape` from outermost to innermost in memory; `row_alignment_bytes` pads the innermost
-    one. `reseeded` says what becomes of the slot when its committed window is loaded from the pool: True zeroes the buffer,
-    False leaves it (nothing is pending then, so it is never read).
+    `memory_order` permutes the axes of `shape` from outermost to innermost in memory; `row_alignment_bytes`
+    pads the innermost one. `reseeded` says what becomes of the slot when its committed window is loaded from
+    the pool: True zeroes the buffer, False leaves it (nothing is pending then, so it is never read).
     """
 
     name: str
@@ -87,8 +89,8 @@ class SlotBuffer:
 class KdaLayerCache(Protocol):
     """One layer's view of the slots; upstream's attribute names. Tensors a scheme does not use are None.
 
-    temporal [N, H, V, K] fp32 with any slot stride, conv [N, 3D, W-1] in the model's dtype (q | k | v, oldest first),
-    prev_num_accepted_tokens int32 [N] (P, shared by all layers), kda_conv_q/k/v fp32 [N, D, W-1+M].
+    temporal [N, H, V, K] fp32 with any slot stride, conv [N, 3D, W-1] in the model's dtype (q | k | v, oldest
+    first), prev_num_accepted_tokens int32 [N] (P, shared by all layers), kda_conv_q/k/v fp32 [N, D, W-1+M].
     """
 
     conv: Tensor
@@ -106,16 +108,30 @@ class KdaLayerCache(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KdaRows:
-    """Input rows of one verify group, N*T of them: qkv [rows, 3D] raw, gate [rows, D], f [rows, D] and b [rows, H] logits."""
+    """Input rows of the core, N*T of them in a verify group.
 
+    proj [rows, columns] is the fused projection's output as the kernels read it; qkv [rows, 3D] raw, gate [rows, D],
+    f [rows, D] and b [rows, H] logits are its parts, f after f_b.
+    """
+
+    proj: Tensor
     qkv: Tensor
     gate: Tensor
     f: Tensor
     b: Tensor
 
+    def span(self, rows: slice) -> "KdaRows":
+        """The rows of one request or group, as views."""
+        return KdaRows(
+            proj=self.proj[rows], qkv=self.qkv[rows], gate=self.gate[rows], f=self.f[rows], b=self.b[rows]
+        )
+
 
 class VerifyScheme(Protocol):
-    """One way to undo rejected drafts. Slot ids are distinct; -1 is not allowed here (kernels skip padding rows themselves)."""
+    """One way to undo rejected drafts.
+
+    Slot ids are distinct; -1 is not allowed here (kernels skip padding rows themselves).
+    """
 
     @property
     def name(self) -> str: ...
@@ -127,27 +143,36 @@ class VerifyScheme(Protocol):
     def verify(
         self, rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slot_ids: Sequence[int], T: int
     ) -> Tensor:
-        """Run one round of T <= M+1 tokens for each slot and return the gated output [rows, H, V] in the rows' dtype.
+        """Run one round of T <= M+1 tokens for each slot and return the gated output [rows, H, V] in the
+        rows' dtype.
 
-        Mutates, for these slots only: the state (after the golden token), conv columns 0..W-3+T and what the scheme keeps of
-        drafts 0..T-2. Starts from the state and conv columns that `prev_num_accepted_tokens` names; leaves the count.
+        Mutates, for these slots only: the state (after the golden token), conv columns 0..W-3+T and what the
+        scheme keeps of drafts 0..T-2. Starts from the state and conv columns that `prev_num_accepted_tokens`
+        names; leaves the count.
         """
         ...
 
     def commit(self, cache: KdaLayerCache, slot_ids: Sequence[int], counts: Sequence[int]) -> None:
         """Apply each slot's pending drafts to its state, and copy its committed window to `cache.conv`.
 
-        counts[i] in [0, M] belongs to slot_ids[i]. Mutates `temporal` and `conv` of these slots; the caller zeroes the count.
+        counts[i] in [0, M] belongs to slot_ids[i]. Mutates `temporal` and `conv` of these slots; the caller
+        zeroes the count.
         """
         ...
 
     def promote(self, cache: KdaLayerCache, slot_ids: Sequence[int], counts: Sequence[int]) -> bool:
-        """After acceptance: bring the slot to its accepted draft if the scheme does that now. True = nothing stays pending."""
+        """After acceptance:
+
+        Bring the slot to its accepted draft if the scheme does that now. True = nothing stays pending.
+        """
         ...
 
 
 def load_window(cache: KdaLayerCache, slot: int, pending: int, columns: int) -> Tensor:
-    """Raw inputs [columns, 3D] that precede the next token: columns P..P+columns-1 of the extended windows."""
+    """Raw inputs [columns, 3D] that precede the next token:
+
+    Columns P..P+columns-1 of the extended windows.
+    """
     parts = [
         c[slot, :, pending : pending + columns].T
         for c in (cache.kda_conv_q, cache.kda_conv_k, cache.kda_conv_v)
@@ -169,6 +194,22 @@ def sync_window(cache: KdaLayerCache, slot_ids: Sequence[int]) -> None:
         store_window(cache, slot, cache.conv[slot].T.to(torch.float32))
 
 
+def decode(rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slot_ids: Sequence[int]) -> Tensor:
+    """One token for each slot, without drafts: gated output [rows, H, V].
+
+    Starts from the pool's state and `cache.conv` and updates both in place; legal only when nothing is pending.
+    """
+    N = len(slot_ids)
+    slots = torch.tensor(slot_ids, device=rows.qkv.device)
+    history = cache.conv[slots].mT.to(weights.conv.dtype)
+    sequence = torch.cat((history, rows.qkv.unsqueeze(1).to(history.dtype)), dim=1)
+    tokens = prepare_tokens(sequence, rows.f.unsqueeze(1), rows.b.unsqueeze(1), weights)
+    o, state = recurrent_kda(tokens, cache.temporal[slots])
+    cache.temporal[slots] = state
+    cache.conv[slots] = sequence[:, 1:].mT.to(cache.conv.dtype)
+    return gated_norm(o[:, 0], rows.gate.view(N, weights.num_heads, weights.head_dim), weights)
+
+
 def _replayed(state: Tensor, records: Sequence[KdaRecord]) -> Tensor:
     for record in records:
         state = apply_record(state, record)
@@ -176,7 +217,10 @@ def _replayed(state: Tensor, records: Sequence[KdaRecord]) -> Tensor:
 
 
 class _Scheme:
-    """The round that the schemes share: they differ in what they keep of a draft and how they return to it."""
+    """The round that the schemes share:
+
+    They differ in what they keep of a draft and how they return to it.
+    """
 
     def pending_records(self, cache: KdaLayerCache, slot: int, state: Tensor, count: int) -> Tensor:
         """The state after the slot's first `count` pending drafts."""
@@ -191,7 +235,10 @@ class _Scheme:
         record: KdaRecord,
         state: Tensor,
     ) -> None:
-        """Store draft `draft` (token draft+1 of the round) of these slots; operands are [N, H, ...] of that token."""
+        """Store draft `draft` (token draft+1 of the round) of these slots;
+
+        Operands are [N, H, ...] of that token.
+        """
         raise NotImplementedError
 
     def verify(
@@ -275,7 +322,10 @@ class RecordsScheme(_Scheme):
 
 
 class ReplayScheme(_Scheme):
-    """Keep the drafts' inputs: `kda_qkg_cache` [N, M, 3, D] (q, k, log decay), `kda_v_cache` [N, M, D], `kda_beta_cache` [N, M, H]."""
+    """Keep the drafts' inputs:
+
+    `kda_qkg_cache` [N, M, 3, D] (q, k, log decay), `kda_v_cache` [N, M, D], `kda_beta_cache` [N, M, H].
+    """
 
     name = "replay"
 
@@ -319,7 +369,10 @@ class ReplayScheme(_Scheme):
 
 
 class IntermediateScheme(_Scheme):
-    """Keep the states after the M drafts in `intermediate_ssm` fp32 [N, M, H, V, K]; acceptance copies one back."""
+    """Keep the states after the M drafts in `intermediate_ssm` fp32 [N, M, H, V, K];
+
+    Acceptance copies one back.
+    """
 
     name = "intermediate"
 
