@@ -67,7 +67,7 @@ class Import:
 
 
 def parse(name: str, text: str, *, is_package: bool = False) -> Source:
-    return Source(name=name, tree=ast.parse(text), is_package=is_package)
+    return Source(name=name, tree=ast.parse(text, name), is_package=is_package)
 
 
 def read_sources(root: Path) -> list[Source]:

@@ -81,7 +81,7 @@ def read_budget(path: Path) -> Budget:
 
 def measure(path: str, source: str) -> Module:
     """`path` is relative to the repository, with forward slashes; it and the imports decide the kind."""
-    tree = ast.parse(source)
+    tree = ast.parse(source, path)
     kind: Kind = "test" if path.startswith("tests/") else "kernel" if _imports_a_dsl(tree) else "module"
     functions = tuple(_functions(tree, ""))
     return Module(path=path, kind=kind, lines=len(source.splitlines()), functions=functions)
