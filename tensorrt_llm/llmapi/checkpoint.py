@@ -5,8 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import tensorrt_llm
-
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -14,7 +12,7 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
 def packaged_models() -> dict[str, Path]:
     """The models that ship with the package, by name."""
-    assets = Path(tensorrt_llm.__file__).parent / "assets"
+    assets = Path(__file__).resolve().parents[1] / "assets"
     return {path.parent.name: path.parent for path in sorted(assets.glob(f"*/{CONFIG_FILE}"))}
 
 

@@ -5,7 +5,7 @@ import uuid
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, Self, Unpack, cast, overload
+from typing import Any, Self, cast, overload
 
 from tqdm import tqdm
 
@@ -20,9 +20,11 @@ from tensorrt_llm.llmapi.inputs import (
     is_single_prompt,
     read_prompt,
 )
-from tensorrt_llm.llmapi.llm_args import LlmOptions, TorchLlmArgs
+from tensorrt_llm.llmapi.kv_cache_config import KvCacheConfig
+from tensorrt_llm.llmapi.llm_args import NOT_OFFERED_ARGS, ModelKwargs, TorchLlmArgs
 from tensorrt_llm.llmapi.outputs import RequestOutput
-from tensorrt_llm.llmapi.strict_model import parse
+from tensorrt_llm.llmapi.speculative_config import DecodingBaseConfig
+from tensorrt_llm.llmapi.strict_model import explain_unknown_keywords, parse
 from tensorrt_llm.llmapi.tokenizer import Tokenizer
 from tensorrt_llm.sampling_params import SamplingParams
 
@@ -33,20 +35,35 @@ class LLM:
     All methods may be called from several threads; an output has one reader at a time.
     """
 
+    @explain_unknown_keywords(NOT_OFFERED_ARGS)
     def __init__(
         self,
         model: str | Path,
         tokenizer: str | Path | Tokenizer | None = None,
-        **options: Unpack[LlmOptions],
+        *,
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        dtype: str = "auto",
+        device: str = "auto",
+        tensor_parallel_size: int = 1,
+        max_batch_size: int = 8,
+        max_num_tokens: int = 8192,
+        max_seq_len: int | None = None,
+        enable_chunked_prefill: bool = False,
+        kv_cache_config: KvCacheConfig | dict[str, Any] | None = None,
+        speculative_config: DecodingBaseConfig | dict[str, Any] | None = None,
+        model_kwargs: ModelKwargs | dict[str, Any] | None = None,
+        enable_iter_perf_stats: bool = True,
+        max_stats_len: int = 1000,
     ) -> None:
-        """Load the model. `options` are the fields of `TorchLlmArgs`.
+        """Load the model; `TorchLlmArgs` says what the arguments mean.
 
-        Raises ValueError, before anything is loaded, for an unknown option (naming the nearest valid one), a
-        value out of range, options that contradict each other, or a model that is not there.
+        Raises TypeError for an unknown argument, naming the nearest valid one, and ValueError, before
+        anything is loaded, for a value out of range, a contradiction, or a model that is not there.
         """
-        args = parse(TorchLlmArgs, {"model": model, "tokenizer": tokenizer, **options})
-        self._assemble(*_load(args))
-        self.args: TorchLlmArgs | None = args
+        given = {name: value for name, value in locals().items() if name != "self" and value is not None}
+        self.args: TorchLlmArgs | None = parse(TorchLlmArgs, given)
+        self._assemble(*_load(self.args))
 
     @classmethod
     def from_args(cls, args: TorchLlmArgs) -> Self:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arguments of `LLM`, checked at the door and turned into the executor's frozen configuration."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
 from pydantic import AfterValidator, ConfigDict, PositiveInt, model_validator
@@ -26,6 +27,7 @@ _NOT_OFFERED = """
     scheduler_config sleep_config stream_interval telemetry_config tokenizer_mode tokenizer_revision
     torch_compile_config
 """
+NOT_OFFERED_ARGS = frozenset(_NOT_OFFERED.split())
 
 
 def _one_rank(size: int) -> int:
@@ -60,7 +62,7 @@ class TorchLlmArgs(StrictBaseModel):
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
-    not_offered: ClassVar[frozenset[str]] = frozenset(_NOT_OFFERED.split())
+    not_offered: ClassVar[frozenset[str]] = NOT_OFFERED_ARGS
 
     model: str | Path
     tokenizer: Any = None
@@ -90,9 +92,9 @@ class TorchLlmArgs(StrictBaseModel):
         return self
 
     @classmethod
-    def from_yaml(cls, path: str | Path, **overrides: Any) -> Self:
-        """Arguments from a YAML file, over `overrides`. Raises ValueError with one line per fault."""
-        return parse(cls, {**overrides, **read_yaml(path)})
+    def from_yaml(cls, path: str | Path, base: Mapping[str, Any] | None = None) -> Self:
+        """Arguments from a YAML file, which wins over `base`. Raises ValueError with one line per fault."""
+        return parse(cls, {**(base or {}), **read_yaml(path)})
 
     def to_executor_config(self, checkpoint: Path) -> ExecutorConfig:
         """The executor's view of these arguments, for the checkpoint that `model` was found to be."""
@@ -112,25 +114,6 @@ class TorchLlmArgs(StrictBaseModel):
             enable_iter_perf_stats=self.enable_iter_perf_stats,
             max_stats_len=self.max_stats_len,
         )
-
-
-class LlmOptions(TypedDict, total=False):
-    """The arguments of `TorchLlmArgs` beyond model and tokenizer, as keywords of `LLM`."""
-
-    skip_tokenizer_init: bool
-    trust_remote_code: bool
-    dtype: str
-    device: str
-    tensor_parallel_size: int
-    max_batch_size: int
-    max_num_tokens: int
-    max_seq_len: int | None
-    enable_chunked_prefill: bool
-    kv_cache_config: KvCacheConfig | dict[str, Any]
-    speculative_config: SpeculativeConfig | dict[str, Any] | None
-    model_kwargs: ModelKwargs | dict[str, Any]
-    enable_iter_perf_stats: bool
-    max_stats_len: int
 
 
 class _SingleKeyLoader(yaml.SafeLoader):

@@ -2,12 +2,15 @@
 """The base of every class that a user's input fills: unknown names are refused, errors name the full path."""
 
 import difflib
-from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+Arguments = ParamSpec("Arguments")
 Model = TypeVar("Model", bound=BaseModel)
 
 _UNKNOWN = "unknown_name"
@@ -29,6 +32,26 @@ class StrictBaseModel(BaseModel):
                 if name not in cls.model_fields:
                     raise _unknown_name(str(name), list(cls.model_fields), cls.not_offered)
         return data
+
+
+def explain_unknown_keywords(
+    not_offered: frozenset[str],
+) -> Callable[[Callable[Arguments, None]], Callable[Arguments, None]]:
+    """Decorate a constructor so that its TypeError for an unknown keyword gives the nearest valid name."""
+
+    def decorate(constructor: Callable[Arguments, None]) -> Callable[Arguments, None]:
+        valid = [name for name in inspect.signature(constructor).parameters if name != "self"]
+
+        @functools.wraps(constructor)
+        def checked(*args: Arguments.args, **keywords: Arguments.kwargs) -> None:
+            for name in keywords:
+                if name not in valid:
+                    raise TypeError(_unknown_name(name, valid, not_offered).message())
+            constructor(*args, **keywords)
+
+        return checked
+
+    return decorate
 
 
 def _unknown_name(name: str, valid: list[str], not_offered: frozenset[str]) -> PydanticCustomError:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +7,7 @@ import pytest
 
 from tensorrt_llm import LLM, TorchLlmArgs
 from tensorrt_llm.llmapi import KvCacheConfig, NGramDecodingConfig, UserProvidedDecodingConfig
-from tensorrt_llm.llmapi.llm_args import LlmOptions, read_yaml
+from tensorrt_llm.llmapi.llm_args import read_yaml
 from tensorrt_llm.llmapi.strict_model import parse
 
 NGRAM = {"decoding_type": "NGram", "max_draft_len": 3}
@@ -70,8 +71,12 @@ def test_several_faults_are_told_together() -> None:
 
 
 def test_llm_refuses_before_it_looks_for_the_model() -> None:
-    with pytest.raises(ValueError, match="'max_batch_size'"):
+    with pytest.raises(TypeError, match="no 'max_batchsize'; the nearest valid name is 'max_batch_size'"):
         LLM("/no/such/model", max_batchsize=3)
+    with pytest.raises(TypeError, match="'enable_lora' is not offered"):
+        LLM("/no/such/model", enable_lora=True)
+    with pytest.raises(ValueError, match="^max_batch_size: .*greater than 0"):
+        LLM("/no/such/model", max_batch_size=0)
     with pytest.raises(ValueError, match=r"/no/such/model.*no such folder.*not\s+downloaded"):
         LLM("/no/such/model")
 
@@ -84,7 +89,13 @@ def test_classes_refuse_by_themselves() -> None:
 
 
 def test_keywords_of_llm_are_the_arguments() -> None:
-    assert set(LlmOptions.__annotations__) | {"model", "tokenizer"} == set(TorchLlmArgs.model_fields)
+    keywords = {
+        name: p.default for name, p in inspect.signature(LLM.__init__).parameters.items() if name != "self"
+    }
+    assert set(keywords) == set(TorchLlmArgs.model_fields)
+    by_default = TorchLlmArgs(model="m")
+    given = {name: value for name, value in keywords.items() if name != "model" and value is not None}
+    assert TorchLlmArgs(model="m", **given) == by_default
 
 
 def test_executor_config_takes_everything_over() -> None:
@@ -145,7 +156,7 @@ def test_spec_of_ngram_drafting() -> None:
 def test_yaml_wins_over_other_arguments(tmp_path) -> None:
     file = tmp_path / "options.yaml"
     file.write_text("max_batch_size: 2\nspeculative_config:\n  decoding_type: NGram\n  max_draft_len: 5\n")
-    args = TorchLlmArgs.from_yaml(file, model="m", max_batch_size=9, max_seq_len=32)
+    args = TorchLlmArgs.from_yaml(file, {"model": "m", "max_batch_size": 9, "max_seq_len": 32})
     assert (args.max_batch_size, args.max_seq_len) == (2, 32)
     assert isinstance(args.speculative_config, NGramDecodingConfig)
 
