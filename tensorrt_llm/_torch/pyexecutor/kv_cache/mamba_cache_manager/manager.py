@@ -1,0 +1,467 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MambaHybridCacheManagerV2`: attention pages and recurrent state slots of one request, together, on the V2
+storage.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tensorrt_llm._torch.pyexecutor.kv_cache.config import (
+    CacheType,
+    KvCacheConfigLike,
+    SpecConfigLike,
+    refuse_unsupported,
+)
+from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import (
+    HALF,
+    KVCacheManagerV2,
+)
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.common import (
+    HOST_DRAFTERS,
+    AcceptanceMetadata,
+    BaseMambaCacheManager,
+    mamba_effective_tp_size,
+)
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.hybrid_sizing import HybridSizing
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.index_buffers import (
+    StateIndexBuffers,
+    index_tensor,
+)
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.live_floor import gpu_grain_bytes
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.slot_buffers import SlotBuffers
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.slot_map import SlotMap
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.state_spec import (
+    MambaRole,
+    RecurrentShape,
+    StateDtypes,
+    linear_state_spec,
+)
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options import (
+    check_replay_arguments,
+    explain_keyword,
+    plan_verify,
+)
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.views import State
+from tensorrt_llm._torch.pyexecutor.kv_cache.requests import CacheBatch, CacheRequest, DummyRequest
+from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import cache_limits, local_layers
+from tensorrt_llm.mapping import Mapping
+from tensorrt_llm.runtime.kv_cache_manager_v2 import LayerId
+
+
+class _SideBuffer:
+    """An attribute of the manager that is one of the scheme's buffers [L, N, ...]; None where the scheme has
+    none of it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, manager: "MambaHybridCacheManagerV2", owner: type | None = None) -> Tensor | None:
+        return manager.side_buffer(self._name)
+
+
+class MambaHybridCacheManagerV2(KVCacheManagerV2, BaseMambaCacheManager):
+    """Pages for attention layers, a state slot for recurrent ones, and beside a slot what the verify scheme
+    keeps of drafts.
+
+    `mamba_*` describe the recurrent layers before the split over tensor ranks; masks are per global layer,
+    `layer_mask` names the attention layers. With `kda_replay_num_spec` (M drafts a round) verify rounds run
+    on the slots: `kda_token_states` keeps the drafts' records instead of the replay caches,
+    `kda_verify_scheme` names a scheme outright. The other keywords are `KVCacheManagerV2`'s. Raises TypeError
+    for an unknown keyword and ValueError, before anything is allocated, for, in this order: the layout, the
+    replay arguments, a pool rebalance, records off the live floor, a quota too small for live states.
+    """
+
+    _supports_reuse_match_backoff = False
+
+    kda_state_tok = _SideBuffer("kda_state_tok")
+    kda_conv_q = _SideBuffer("kda_conv_q")
+    kda_conv_k = _SideBuffer("kda_conv_k")
+    kda_conv_v = _SideBuffer("kda_conv_v")
+    kda_qkg_cache = _SideBuffer("kda_qkg_cache")
+    kda_v_cache = _SideBuffer("kda_v_cache")
+    kda_beta_cache = _SideBuffer("kda_beta_cache")
+    intermediate_ssm_states = _SideBuffer("intermediate_ssm")
+    intermediate_conv_states = None
+
+    @explain_keyword(
+        "model_type", "name the sections of the convolution's state with conv_state_layout instead"
+    )
+    def __init__(
+        self, mamba_d_state: int, mamba_d_conv: int, mamba_num_heads: int, mamba_n_groups: int,
+        mamba_head_dim: int, mamba_num_layers: int, mamba_layer_mask: Sequence[bool],
+        mamba_cache_dtype: torch.dtype, mamba_ssm_cache_dtype: torch.dtype,
+        kv_cache_config: KvCacheConfigLike, kv_cache_type: CacheType, *,
+        num_layers: int, num_kv_heads: int | Sequence[int | None], head_dim: int | Sequence[int],
+        tokens_per_block: int, max_seq_len: int, max_batch_size: int, mapping: Mapping,
+        dtype: torch.dtype = HALF, spec_config: SpecConfigLike | None = None,
+        layer_mask: Sequence[bool] | None = None, is_estimating_kv_cache: bool = False,
+        is_draft: bool = False, use_replay_state_update: bool = False,
+        mamba_ssm_stochastic_rounding: bool = False, conv_state_layout: str = "x_b_c",
+        kda_replay_num_spec: int | None = None, qwen4_exp_ple_cache_params: object | None = None,
+        kda_token_states: bool = False, vocab_size: int | None = None, max_num_tokens: int = 8192,
+        model_config: object | None = None, max_beam_width: int = 1,
+        kv_connector_manager: object | None = None, execution_stream: torch.cuda.Stream | None = None,
+        is_disagg: bool = False, enable_stats: bool = False, kv_events_config: object | None = None,
+        cold_page_codec_provider: object | None = None, joint_kv_cache_reuse: bool = False,
+        kda_verify_scheme: str | None = None, device: str = "cuda",
+    ) -> None:  # fmt: skip
+        shape = RecurrentShape(mamba_d_state, mamba_d_conv, mamba_num_heads, mamba_n_groups, mamba_head_dim)
+        dtypes = StateDtypes(conv=mamba_cache_dtype, ssm=mamba_ssm_cache_dtype)
+        spec = linear_state_spec(shape, mamba_effective_tp_size(mapping), conv_state_layout, dtypes)
+        check_replay_arguments(
+            spec, kda_replay_num_spec, use_replay_state_update, spec_config, conv_state_layout
+        )
+        verify = plan_verify(spec, kda_replay_num_spec, kda_token_states, kda_verify_scheme, is_draft)
+        refuse_unsupported(
+            kv_connector_manager=kv_connector_manager,
+            cold_page_codec_provider=cold_page_codec_provider,
+            joint_kv_cache_reuse=joint_kv_cache_reuse,
+            kv_events_config=kv_events_config,
+            qwen4_exp_ple_cache_params=qwen4_exp_ple_cache_params,
+            mamba_ssm_stochastic_rounding=mamba_ssm_stochastic_rounding,
+        )
+        self._note_engine(mapping, spec_config, execution_stream, device)
+        self._note_role(is_draft, is_disagg, is_estimating_kv_cache)
+        limits = cache_limits(
+            max_seq_len, max_batch_size, max_num_tokens, tokens_per_block, max_beam_width, spec_config
+        )
+        layers = local_layers(
+            num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            mapping=mapping,
+            layer_mask=layer_mask,
+            recurrent_mask=mamba_layer_mask,
+            num_recurrent_layers=mamba_num_layers,
+            max_attention_window=kv_cache_config.max_attention_window,
+            max_seq_len=max_seq_len,
+        )
+        sizing = HybridSizing.plan(
+            kv_cache_config, kv_cache_type, limits, layers, spec, verify, mapping, spec_config
+        )
+        self._open_hybrid(kv_cache_config, sizing, enable_stats)
+
+    def _open_hybrid(
+        self, kv_cache_config: KvCacheConfigLike, sizing: HybridSizing, enable_stats: bool
+    ) -> None:
+        self._hybrid = sizing
+        self._open(kv_cache_config, sizing, sizing.num_dummy_slots, enable_stats)
+        self._rows = StateIndexBuffers(sizing.limits.max_batch_size + sizing.num_dummy_slots, self.device)
+        local = sizing.layers.recurrent
+        self.local_num_mamba_layers = len(local)
+        self.mamba_layer_offsets = {sizing.layers.pp_layers[layer]: i for i, layer in enumerate(local)}
+        self._ssm_group = self.impl.get_layer_group_id(LayerId(local[0])) if local else None
+        self._temporal = [self._state_view(layer, MambaRole.SSM_STATE) for layer in local]
+        self._conv = [self._state_view(layer, MambaRole.CONV_STATE) for layer in local]
+        self._check_slot_count()
+        if self.device.type == "cuda":
+            # Device memory is not zero when it is mapped, and a dummy's slot is read without a prefill.
+            for pool in (*self._temporal, *self._conv):
+                pool.zero_()
+        self._map = SlotMap(buffers=self._allocate_side_buffers())
+        self._layer_views = self._make_layer_views()
+
+    def _allocate_side_buffers(self) -> SlotBuffers | None:
+        verify = self._hybrid.verify
+        if not self._temporal or verify is None:
+            return None
+        return SlotBuffers(
+            scheme=verify.scheme, geometry=verify.geometry, conv=self._conv, temporal=self._temporal
+        )
+
+    def _make_layer_views(self) -> list[State]:
+        if self._map.buffers is None:
+            return [State(conv=c, temporal=t) for c, t in zip(self._conv, self._temporal, strict=True)]
+        return [self._map.buffers.at_layer(layer) for layer in range(len(self._temporal))]
+
+    def _state_view(self, local_layer: int, role: str) -> Tensor:
+        spec = self._hybrid.spec
+        if role == MambaRole.SSM_STATE:
+            return self.impl.get_buffer_view(LayerId(local_layer), role, spec.ssm_dtype, spec.ssm_state_shape)
+        return self.impl.get_buffer_view(LayerId(local_layer), role, spec.conv_dtype, spec.conv_state_shape)
+
+    def _check_slot_count(self) -> None:
+        """The storage holds a slot for every live sequence, and as many as side buffers were paid for."""
+        if not self._temporal:
+            return
+        floor = self._hybrid.states.floor_slots
+        if self.num_state_slots < floor:
+            self.impl.shutdown()
+            raise ValueError(
+                f"the storage holds {self.num_state_slots} recurrent state slots; {floor} live sequences "
+                "need one each: raise "
+                "max_gpu_total_bytes or lower max_batch_size"
+            )
+        if self._hybrid.is_at_live_floor:
+            tier = self.kv_cache_manager_py_config.cache_tiers[0].quota
+            reserved = self._hybrid.states.held_slots(gpu_grain_bytes(tier))
+            assert self.num_state_slots == reserved, (
+                f"{self.num_state_slots} slots, side buffers paid for {reserved}"
+            )
+
+    @property
+    def num_state_slots(self) -> int:
+        """N: rows of the state views; 0 on a rank without recurrent layers."""
+        return self._temporal[0].shape[0] if self._temporal else 0
+
+    @property
+    def prev_num_accepted_tokens(self) -> Tensor | None:
+        """int32 [N]: drafts pending in each slot."""
+        return None if self._map.buffers is None else self._map.buffers.num_accepted
+
+    def side_buffer(self, name: str) -> Tensor | None:
+        """A buffer [L, N, ...] of the verify scheme by name; None where the scheme has none of it."""
+        return None if self._map.buffers is None else self._map.buffers.tensors.get(name)
+
+    @property
+    def use_kda_replay_update(self) -> bool:
+        return self._hybrid.verify is not None
+
+    @property
+    def keeps_kda_token_states(self) -> bool:
+        return self.kda_state_tok is not None
+
+    @property
+    def cuda_state_indices(self) -> Tensor:
+        """int32 [max_batch_size + dummies] on the device, at an address that never changes: the slots of the
+        step's rows.
+        """
+        return self._rows.slots
+
+    @property
+    def intermediate_state_indices(self) -> Tensor:
+        """int32 arange over the rows."""
+        return self._rows.intermediate
+
+    @property
+    def _accepts_on_host(self) -> bool:
+        return self.spec_config is not None and self.spec_config.decoding_type in HOST_DRAFTERS
+
+    def is_speculative(self) -> bool:
+        return self.spec_config is not None
+
+    def get_mamba_ssm_cache_dtype(self) -> torch.dtype:
+        return self._hybrid.spec.ssm_dtype
+
+    def get_ssm_states(self, layer_idx: int) -> Tensor:
+        return self._temporal[self.mamba_layer_offsets[layer_idx]]
+
+    def get_conv_states(self, layer_idx: int) -> Tensor:
+        return self._conv[self.mamba_layer_offsets[layer_idx]]
+
+    def mamba_layer_cache(self, layer_idx: int) -> State:
+        return self._layer_views[self.mamba_layer_offsets[layer_idx]]
+
+    def get_max_resource_count(self) -> int:
+        """Requests that can have a state slot at once."""
+        return self.max_batch_size
+
+    def get_state_indices(
+        self, request_ids: Sequence[int] | None = None, is_padding: Sequence[bool] | None = None
+    ) -> Tensor | list[int]:
+        """The slots of these requests in their order; the device buffer of the step's slots where none are
+        named.
+
+        Refreshes the dummy mask of the step's rows: a row is a dummy if its request is one or `is_padding`
+        says so. Zeros on a rank without recurrent layers.
+        """
+        if request_ids is None:
+            return self.cuda_state_indices
+        if not self._temporal:
+            return [0] * len(request_ids)
+        padding = is_padding or [False] * len(request_ids)
+        self._rows.store_dummy_mask(
+            [self._map.is_dummy[r] or p for r, p in zip(request_ids, padding, strict=True)]
+        )
+        return [self._map.state_index[request_id] for request_id in request_ids]
+
+    def prepare_resources(self, batch: CacheBatch) -> None:
+        """Before a step: find its requests' slots, bring their drafts there, start prompts with nothing
+        pending.
+
+        Raises RuntimeError for a request that has no slot.
+        """
+        super().prepare_resources(batch)
+        if not self._temporal:
+            return
+        contexts, generations = batch.context_requests, batch.generation_requests
+        self._setup_state_indices([*contexts, *generations], len(contexts))
+        self._map.start_prompts([req.py_request_id for req in contexts])
+        self._map.launch_rounds(req.py_request_id for req in generations if not req.is_dummy)
+
+    def _setup_state_indices(self, requests: Sequence[CacheRequest], num_contexts: int = 0) -> None:
+        """Map these requests, context first, to their slots as of now, and fill the step's index buffers."""
+        ids = [req.py_request_id for req in requests]
+        slots = [self._slot_of(request_id) for request_id in ids]
+        is_dummy = [req.is_dummy for req in requests]
+        self._map.place(ids, slots, num_contexts)
+        self._map.is_dummy.update(zip(ids, is_dummy, strict=True))
+        self._rows.store_slots(slots)
+        self._rows.store_dummy_mask(is_dummy)
+
+    def _slot_of(self, request_id: int) -> int:
+        cache = self.kv_cache_map.get(request_id)
+        slot = -1
+        if cache is not None and self._ssm_group is not None:
+            slot = cache.get_ssm_block_base_index(self._ssm_group)
+        if slot < 0:
+            raise RuntimeError(
+                f"request {request_id} has no recurrent state slot: allocate it with prepare_context, or "
+                "resume "
+                "it, before the step"
+            )
+        return slot
+
+    def update_mamba_states(
+        self,
+        attn_metadata: AcceptanceMetadata,
+        num_accepted_tokens: Tensor,
+        state_indices: Sequence[int] | Tensor | None = None,
+        accepted_leaf_positions: Tensor | None = None,
+    ) -> None:
+        """After a verify round: store what was accepted.
+
+        `num_accepted_tokens` int [rows] counts the golden token.
+
+        Rows of context requests are skipped, and dummies keep their counts. `state_indices` are the slots of
+        all rows, if other than the step's. Does not wait for the device.
+        """
+        if accepted_leaf_positions is not None:
+            raise ValueError(
+                "accepted_leaf_positions is for draft trees; this cache takes chains: leave it out"
+            )
+        if self._map.buffers is None:
+            return
+        first = attn_metadata.num_contexts
+        ids = list(attn_metadata.request_ids or ())
+        rows = [row for row in range(first, len(ids)) if not self._map.is_dummy.get(ids[row], True)]
+        real_ids = [ids[row] for row in rows]
+        if state_indices is None:
+            slots = [self._map.state_index[request_id] for request_id in real_ids]
+        else:
+            slots = [int(state_indices[row]) for row in rows]
+        num_drafts = num_accepted_tokens[index_tensor(rows, num_accepted_tokens.device)] - 1
+        self._map.store_acceptance(real_ids, slots, num_drafts)
+
+    def update_resources(
+        self,
+        batch: CacheBatch,
+        attn_metadata: object | None = None,
+        kv_cache_dtype_byte_size: float | None = None,
+    ) -> None:
+        """After a step: as for attention; with a drafter on the host, acceptance is read from the requests
+        here.
+        """
+        if self._accepts_on_host:
+            known = self._map.state_index
+            live = [
+                req for req in batch.generation_requests if req.py_request_id in known and not req.is_dummy
+            ]
+            ids = [req.py_request_id for req in live]
+            num_drafts = index_tensor([req.py_num_accepted_draft_tokens for req in live], self.device)
+            self._map.store_acceptance(ids, [known[request_id] for request_id in ids], num_drafts)
+        super().update_resources(batch, attn_metadata, kv_cache_dtype_byte_size)
+
+    def suspend_request(self, req: CacheRequest) -> None:
+        """Let the request's pages and state move. Its pending drafts are applied to the state first.
+
+        Raises RuntimeError between a verify round's launch and its acceptance.
+        """
+        cache = self.kv_cache_map.get(req.py_request_id)
+        if cache is not None and cache.is_active:
+            with self._on_cache_stream():
+                self._map.suspend(req.py_request_id)
+            super().suspend_request(req)
+
+    @contextmanager
+    def _on_cache_stream(self) -> Iterator[None]:
+        """Run work on the caches' stream, after what the current stream was given and before what it will be.
+
+        The storage orders the moves of pages against that stream.
+        """
+        if self._stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def revert_allocate_generation(self, req: CacheRequest) -> None:
+        self._map.acceptance_pending.discard(req.py_request_id)
+        super().revert_allocate_generation(req)
+
+    def free_resources(self, req: CacheRequest) -> None:
+        self._map.forget(req.py_request_id)
+        super().free_resources(req)
+
+    def add_dummy_requests(
+        self,
+        request_ids: Sequence[int],
+        token_nums: Sequence[int] | None = None,
+        is_gen: bool = False,
+        prepare_resource: bool = True,
+        max_num_draft_tokens: int = 0,
+        use_mrope: bool = False,
+        max_beam_width: int = 1,
+        num_extra_decoding_steps: int = 0,
+        draft_kv_cache_manager: KVCacheManagerV2 | None = None,
+    ) -> list[DummyRequest] | None:
+        """As for attention; the slots of generation dummies, which are read without a prefill, start at zero."""
+        dummies = super().add_dummy_requests(
+            request_ids,
+            token_nums,
+            is_gen,
+            prepare_resource,
+            max_num_draft_tokens,
+            use_mrope,
+            max_beam_width,
+            num_extra_decoding_steps,
+            draft_kv_cache_manager,
+        )
+        if dummies and prepare_resource and self._temporal:
+            self._setup_state_indices(dummies, 0 if is_gen else len(dummies))
+            if is_gen:
+                self._zero_slots([self._map.state_index[request_id] for request_id in request_ids])
+        return dummies
+
+    def _zero_slots(self, slots: Sequence[int]) -> None:
+        index = index_tensor(slots, self.device)
+        for pool in (*self._temporal, *self._conv):
+            pool[index] = 0
+        if self._map.buffers is not None:
+            self._map.buffers.seed(slots)
+
+    def seed_kda_replay_caches_for_disagg_gen(self, request_ids: Sequence[int]) -> None:
+        """After a transfer has filled these requests' states, and before they first generate here.
+
+        Nothing is pending then, and the extended windows hold what the pool does. Requests without a slot are
+        skipped. Raises RuntimeError between a verify round's launch and its acceptance.
+        """
+        self._map.seed(request_ids)
+
+    @property
+    def side_bytes(self) -> int:
+        """Bytes beside the storage's pools: the scheme's buffers and the counts."""
+        return 0 if self._map.buffers is None else self._map.buffers.nbytes
+
+    def check_integrity(self) -> None:
+        """As for attention; and every mapped request is open, and no two of them share a state slot."""
+        super().check_integrity()
+        self._map.check_integrity()
+        strangers = self._map.state_index.keys() - self.kv_cache_map.keys()
+        assert not strangers, f"requests {sorted(strangers)} own state slots but no cache"
+
+    def shutdown(self) -> None:
+        """Let go of all views and side buffers, then as for attention."""
+        self._map = SlotMap()
+        self._layer_views.clear()
+        self._temporal.clear()
+        self._conv.clear()
+        super().shutdown()

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a verify scheme keeps per state slot beside the storage's pools: allocated, moved, seeded, committed
+and freed here.
+
+The scheme names the buffers; nothing in this module knows which scheme it is. Every tensor is [L, N, ...]:
+local recurrent layers, slots of the state pool.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import cast, overload
+
+import torch
+from torch import Tensor
+
+from tensorrt_llm._torch.modules.kda.verify_scheme import (
+    KdaGeometry,
+    KdaLayerCache,
+    SlotBuffer,
+    VerifyScheme,
+)
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.index_buffers import index_tensor
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.views import SpeculativeState
+
+
+class _LateHostCopy(Sequence[int]):
+    """Numbers on a device that are copied to the host, which waits for the device, only if someone looks at
+    them.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        self._numbers: list[int] | None = None
+
+    def _read(self) -> list[int]:
+        if self._numbers is None:
+            self._numbers = self._values.tolist()
+        return self._numbers
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._read()[index]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._read())
+
+
+class SlotBuffers:
+    """The side buffers of one scheme, and the count of pending drafts of every slot.
+
+    `num_accepted` int32 [N]: drafts accepted in the last round and not yet applied. 0 means that nothing is
+    pending and no draft buffer is read. `conv` and `temporal` are the pool's views, one per local layer: [N,
+    3D, W-1], [N, H, V, K].
+    """
+
+    def __init__(
+        self,
+        *,
+        scheme: VerifyScheme,
+        geometry: KdaGeometry,
+        conv: Sequence[Tensor],
+        temporal: Sequence[Tensor],
+    ) -> None:
+        device, num_slots = temporal[0].device, temporal[0].shape[0]
+        self.scheme = scheme
+        self.geometry = geometry
+        self.num_slots = num_slots
+        self._specs: tuple[SlotBuffer, ...] = scheme.slot_buffers(geometry)
+        self.tensors: dict[str, Tensor] = {
+            spec.name: spec.allocate(len(temporal), num_slots, device) for spec in self._specs
+        }
+        self.num_accepted = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self._layers = [
+            SpeculativeState(
+                conv=conv[layer],
+                temporal=temporal[layer],
+                prev_num_accepted_tokens=self.num_accepted,
+                **{name: tensor[layer] for name, tensor in self.tensors.items()},
+            )
+            for layer in range(len(temporal))
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory behind the buffers, padding included, and the counts'."""
+        per_slot = len(self._layers) * sum(spec.bytes_per_slot_layer for spec in self._specs)
+        return self.num_slots * (per_slot + self.num_accepted.itemsize)
+
+    def at_layer(self, layer: int) -> SpeculativeState:
+        """The view of one local layer."""
+        return self._layers[layer]
+
+    def move(self, old: Sequence[int], new: Sequence[int]) -> None:
+        """Bring what belongs to slots `old` to slots `new`: all sources are read before any target is
+        written.
+
+        A chain such as [0, 1] -> [1, 2] is right for that reason. Slots that are no target keep every bit.
+        """
+        if not old:
+            return
+        sources, targets = self._index(old), self._index(new)
+        for tensor in self.tensors.values():
+            tensor[:, targets] = tensor[:, sources]
+        self.num_accepted[targets] = self.num_accepted[sources]
+
+    def reset(self, slots: Sequence[int]) -> None:
+        """Nothing is pending in these slots any more. Writes the counts alone."""
+        if slots:
+            self.num_accepted[self._index(slots)] = 0
+
+    def seed(self, slots: Sequence[int]) -> None:
+        """Start these slots over from the pool: committed windows copied in, draft columns zeroed, nothing
+        pending.
+
+        Each of the sections q | k | v goes to its own window. Buffers of drafts are zeroed where the scheme
+        asks for it.
+        """
+        if not slots:
+            return
+        index = self._index(slots)
+        for spec in self._specs:
+            if spec.reseeded:
+                self.tensors[spec.name][:, index] = 0
+        for layer in self._layers:
+            layer.commit_conv_window(index, layer.conv)
+        self.num_accepted[index] = 0
+
+    def commit(self, slots: Sequence[int]) -> None:
+        """Apply the pending drafts of these slots to the pool's state and window; then nothing is pending.
+
+        Waits for the device: the counts are read on the host.
+        """
+        index = self._index(slots)
+        counts: list[int] = self.num_accepted[index].clamp(0, self.geometry.num_spec).tolist()
+        for layer in self._layers:
+            self.scheme.commit(_as_cache(layer), slots, counts)
+        self.num_accepted[index] = 0
+
+    def record_acceptance(self, slots: Sequence[int], num_drafts: Tensor) -> None:
+        """Store how many drafts of the round were accepted (int [len(slots)], clamped to [0, M]) in each
+        slot.
+
+        A scheme that goes to the accepted draft at once does so here, and leaves nothing pending.
+        """
+        index = self._index(slots)
+        counts = num_drafts.to(self.num_accepted).clamp(0, self.geometry.num_spec)
+        self.num_accepted[index] = counts
+        on_host = _LateHostCopy(counts)
+        if all([self.scheme.promote(_as_cache(layer), slots, on_host) for layer in self._layers]):
+            self.num_accepted[index] = 0
+
+    def drop(self) -> None:
+        """Let go of every tensor."""
+        self.tensors.clear()
+        self._layers.clear()
+
+    def _index(self, slots: Sequence[int]) -> Tensor:
+        return index_tensor(slots, self.num_accepted.device)
+
+
+def _as_cache(layer: SpeculativeState) -> KdaLayerCache:
+    # The protocol's attributes are variables, the view's are read-only; a scheme writes into the tensors
+    # alone.
+    return cast(KdaLayerCache, layer)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which state slot belongs to which request, and what a request owes its slot between two steps."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.slot_buffers import SlotBuffers
+
+
+@dataclass(slots=True, kw_only=True)
+class SlotMap:
+    """Requests and their slots as of their last scheduled step, with the buffers beside these slots.
+
+    `buffers` is None where no verify rounds run: slots then carry nothing between steps.
+    state_index: request id -> slot; is_dummy: request id -> whether it is the executor's own.
+    generating: scheduled for generation since it was mapped, so that its extended windows follow the pool's.
+    acceptance_pending: a verify round was launched and its acceptance is not stored: the old count is spent.
+    suspended: has no slot; when it generates again, what lies beside its new slot is seeded from the pool.
+    """
+
+    buffers: SlotBuffers | None = None
+    state_index: dict[int, int] = field(default_factory=dict)
+    is_dummy: dict[int, bool] = field(default_factory=dict)
+    generating: set[int] = field(default_factory=set)
+    acceptance_pending: set[int] = field(default_factory=set)
+    suspended: set[int] = field(default_factory=set)
+
+    def place(self, ids: Sequence[int], slots: Sequence[int], num_contexts: int) -> None:
+        """Note where the storage has these requests' states, context first, and bring their drafts there.
+
+        RuntimeError where a request has moved whose acceptance is not stored yet.
+        """
+        if self.buffers is not None:
+            self._follow(self.buffers, ids[num_contexts:], slots[num_contexts:])
+            self.suspended.difference_update(ids)
+            self.generating.difference_update(ids[:num_contexts])
+            self.generating.update(ids[num_contexts:])
+        self.state_index.update(zip(ids, slots, strict=True))
+
+    def _follow(self, buffers: SlotBuffers, ids: Sequence[int], slots: Sequence[int]) -> None:
+        known = self.state_index
+        changed = [(i, slot) for i, slot in zip(ids, slots, strict=True) if known.get(i) != slot]
+        if not changed:
+            return
+        moved = [(i, slot) for i, slot in changed if i in known]
+        self.check_acceptance_stored([i for i, _ in moved], "relocate")
+        buffers.move([known[i] for i, _ in moved], [slot for _, slot in moved])
+        buffers.reset([slot for i, slot in changed if i not in known and i not in self.suspended])
+        buffers.seed([slot for i, slot in changed if i in self.suspended])
+
+    def start_prompts(self, ids: Sequence[int]) -> None:
+        """These requests run a prefill chunk: nothing is pending in their slots."""
+        if self.buffers is not None:
+            self.buffers.reset([self.state_index[request_id] for request_id in ids])
+
+    def launch_rounds(self, ids: Iterable[int]) -> None:
+        """These requests run a verify round: their counts are spent until acceptance is stored."""
+        if self.buffers is not None:
+            self.acceptance_pending.update(ids)
+
+    def store_acceptance(self, ids: Sequence[int], slots: Sequence[int], num_drafts: Tensor) -> None:
+        """The rounds of these requests accepted `num_drafts` int [len(ids)] drafts each."""
+        if self.buffers is not None and ids:
+            self.buffers.record_acceptance(slots, num_drafts)
+        self.acceptance_pending.difference_update(ids)
+
+    def check_acceptance_stored(self, ids: Iterable[int], action: str) -> None:
+        """RuntimeError if a round of one of these was launched and its acceptance is not stored yet."""
+        late = sorted(self.acceptance_pending.intersection(ids))
+        if late:
+            raise RuntimeError(
+                f"cannot {action} request {', '.join(map(str, late))}: its verify round was launched and its "
+                "acceptance is not stored yet. Call update_resources or update_mamba_states for the round "
+                "first, or revert_allocate_generation if it does not run."
+            )
+
+    def suspend(self, request_id: int) -> None:
+        """Apply the request's pending drafts to its state, and take its slot from it.
+
+        RuntimeError while its acceptance is pending. Waits for the device.
+        """
+        slot = self.state_index.get(request_id)
+        if slot is None:
+            return
+        self.check_acceptance_stored([request_id], "suspend")
+        if self.buffers is not None:
+            # A prompt's state and window are in the pool already; only rounds leave something beside it.
+            if request_id in self.generating:
+                self.buffers.commit([slot])
+            self.suspended.add(request_id)
+        del self.state_index[request_id]
+        self.generating.discard(request_id)
+
+    def seed(self, ids: Iterable[int]) -> None:
+        """The states of these requests have come from elsewhere: start what lies beside their slots from
+        them.
+        """
+        ids = list(ids)
+        self.check_acceptance_stored(ids, "seed")
+        slots = sorted({self.state_index[i] for i in ids if i in self.state_index})
+        if self.buffers is not None and slots:
+            self.buffers.seed(slots)
+
+    def forget(self, request_id: int) -> None:
+        """Forget the request altogether."""
+        self.state_index.pop(request_id, None)
+        self.is_dummy.pop(request_id, None)
+        self.generating.discard(request_id)
+        self.acceptance_pending.discard(request_id)
+        self.suspended.discard(request_id)
+
+    def check_integrity(self) -> None:
+        """AssertionError where two requests share a slot."""
+        slots = list(self.state_index.values())
+        assert len(set(slots)) == len(slots), f"a state slot has two owners: {self.state_index}"

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a manager's keywords to the verify scheme in force, with every refusal that needs no sizes. Pure."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Concatenate, ParamSpec, TypeVar
+
+from tensorrt_llm._torch.modules.kda.verify_scheme import (
+    RECORDS,
+    REPLAY,
+    KdaGeometry,
+    VerifyScheme,
+    get_scheme,
+)
+from tensorrt_llm._torch.pyexecutor.kv_cache.config import SpecConfigLike
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.state_spec import MambaStateSpec
+
+P = ParamSpec("P")
+S = TypeVar("S")
+
+QUOTA_BUFFERS = frozenset({"kda_state_tok"})
+"""Side buffers that the GPU quota pays for; all others lie outside it and count in the measured peak (spec.md
+3).
+"""
+
+
+def explain_keyword(
+    name: str, hint: str
+) -> Callable[[Callable[Concatenate[S, P], None]], Callable[Concatenate[S, P], None]]:
+    """Decorate a constructor: the unknown keyword `name` is a TypeError with a hint at what replaced it."""
+
+    def decorate(init: Callable[Concatenate[S, P], None]) -> Callable[Concatenate[S, P], None]:
+        def checked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            if name in kwargs:
+                raise TypeError(f"{init.__qualname__} got an unexpected keyword argument {name!r}: {hint}")
+            init(self, *args, **kwargs)
+
+        update_wrapper(checked, init)
+        return checked
+
+    return decorate
+
+
+def check_replay_arguments(
+    spec: MambaStateSpec,
+    kda_replay_num_spec: int | None,
+    use_replay_state_update: bool,
+    spec_config: SpecConfigLike | None,
+    conv_state_layout: str,
+) -> None:
+    """Raise ValueError for replay arguments that contradict each other or the state's shape."""
+    if kda_replay_num_spec is None:
+        if use_replay_state_update:
+            raise ValueError(
+                "use_replay_state_update is the replay of other models; leave it out: KDA uses "
+                "kda_replay_num_spec"
+            )
+        return
+    if use_replay_state_update:
+        raise ValueError(
+            "use_replay_state_update and kda_replay_num_spec are mutually exclusive: drop "
+            "use_replay_state_update"
+        )
+    if spec_config is None:
+        raise ValueError(
+            f"kda_replay_num_spec is {kda_replay_num_spec}, but verify rounds require speculative decoding: "
+            "give a spec_config"
+        )
+    drafts = spec_config.tokens_per_gen_step - 1
+    if kda_replay_num_spec != drafts:
+        raise ValueError(
+            f"kda_replay_num_spec is {kda_replay_num_spec}, but must match the draft length of spec_config, "
+            f"{drafts}"
+        )
+    if drafts < 1:
+        raise ValueError(
+            f"kda_replay_num_spec is {kda_replay_num_spec}; a verify round has at least one draft"
+        )
+    if conv_state_layout != "q_k_v":
+        raise ValueError(
+            f"conv_state_layout is {conv_state_layout!r}; KDA verify rounds need conv_state_layout='q_k_v'"
+        )
+    if not spec.has_equal_sections or spec.head_dim != spec.d_state:
+        raise ValueError(
+            f"mamba_head_dim {spec.head_dim} and mamba_d_state {spec.d_state} give sections "
+            f"{spec.conv_section_dims}; KDA verify "
+            "rounds need three equal ones: head_dim = d_state and n_groups = num_heads"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyPlan:
+    """The verify scheme in force and the sizes that its buffers follow from."""
+
+    scheme: VerifyScheme
+    geometry: KdaGeometry
+
+    @property
+    def quota_bytes_per_slot_layer(self) -> int:
+        """Bytes beside the pools that the quota pays for: 3 M H K fp32 values with records, else 0."""
+        buffers = self.scheme.slot_buffers(self.geometry)
+        return sum(buffer.bytes_per_slot_layer for buffer in buffers if buffer.name in QUOTA_BUFFERS)
+
+
+def plan_verify(
+    spec: MambaStateSpec,
+    kda_replay_num_spec: int | None,
+    kda_token_states: bool,
+    kda_verify_scheme: str | None,
+    is_draft: bool,
+) -> VerifyPlan | None:
+    """What undoes rejected drafts. None without verify rounds, where both options are inert.
+
+    A draft manager keeps no records. Raises ValueError for an unknown name, and for records asked for and
+    another scheme named.
+    """
+    named = None if kda_verify_scheme is None else get_scheme(kda_verify_scheme)
+    if kda_token_states and named not in (None, RECORDS):
+        raise ValueError(
+            f"kda_token_states=True contradicts kda_verify_scheme={kda_verify_scheme!r}: drop one of them"
+        )
+    if kda_replay_num_spec is None:
+        return None
+    scheme = named or (RECORDS if kda_token_states else REPLAY)
+    geometry = KdaGeometry(
+        num_heads=spec.num_heads,
+        head_dim=spec.d_state,
+        conv_width=spec.conv_columns + 1,
+        num_spec=kda_replay_num_spec,
+    )
+    return VerifyPlan(scheme=REPLAY if is_draft and scheme is RECORDS else scheme, geometry=geometry)
