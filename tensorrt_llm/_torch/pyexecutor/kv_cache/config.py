@@ -53,7 +53,7 @@ class BlockReuseConfigLike(Protocol):
 
 
 class KvCacheConfigLike(Protocol):
-    """The fields of `KvCacheConfig` that the cache reads (names and defaults: facts of TensorRT-LLM's class)."""
+    """The fields of TensorRT-LLM's `KvCacheConfig` that the cache reads."""
 
     @property
     def enable_block_reuse(self) -> bool: ...

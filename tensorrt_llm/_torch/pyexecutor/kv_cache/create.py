@@ -1,16 +1,194 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a model, a manager class and the user's limits to a cache manager."""
+"""From a model, a manager class and the user's limits to a cache manager, or to its sizes alone."""
 
-from collections.abc import Mapping as Dict
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from tensorrt_llm._torch.pyexecutor.kv_cache.config import CacheType, KvCacheConfigLike, SpecConfigLike
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2
-from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.hybrid_sizing import HybridSizing
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.legacy import MixedMambaHybridCacheManager
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.manager import MambaHybridCacheManagerV2
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.state_spec import (
+    RecurrentShape,
+    StateDtypes,
+    linear_state_spec,
+    mamba_effective_tp_size,
+)
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options import plan_verify
+from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import AttentionSizing, cache_limits, local_layers
 from tensorrt_llm._torch.pyexecutor.kv_cache.traits import EngineWithModel, ModelTraits, layer_mask
 from tensorrt_llm.mapping import Mapping
+
+_CONV_STATE_LAYOUT = "q_k_v"
+"""Sections of a KDA layer's convolution window."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachePlan:
+    """What a model's cache is made from. Attention is latent: one vector per token and layer, one head.
+
+    `kda_token_states` and `kda_verify_scheme` say how rejected drafts are undone
+    (`MambaHybridCacheManagerV2`); both are inert without speculation. A recurrent state is fp32, its window
+    in the model's dtype.
+    """
+
+    traits: ModelTraits
+    mapping: Mapping
+    kv_cache_config: KvCacheConfigLike
+    tokens_per_block: int
+    max_seq_len: int
+    max_batch_size: int
+    spec_config: SpecConfigLike | None = None
+    max_num_tokens: int = 8192
+    max_beam_width: int = 1
+    dtype: torch.dtype | None = None
+    is_draft: bool = False
+    kda_token_states: bool = False
+    kda_verify_scheme: str | None = None
+
+    @property
+    def num_spec(self) -> int | None:
+        """M, the drafts of a full round; None where no verify rounds run."""
+        if self.spec_config is None or self.spec_config.tokens_per_gen_step < 2 or self.traits.kda is None:
+            return None
+        return self.spec_config.tokens_per_gen_step - 1
+
+    @property
+    def attention_mask(self) -> list[bool]:
+        return layer_mask(self.traits.attention_layers, self.traits.num_layers)
+
+    @property
+    def recurrent_mask(self) -> list[bool]:
+        return layer_mask(self.traits.kda_layers, self.traits.num_layers)
+
+    @property
+    def attention_dtype(self) -> torch.dtype:
+        return self.traits.dtype if self.dtype is None else self.dtype
+
+    def with_config(self, kv_cache_config: KvCacheConfigLike) -> "CachePlan":
+        """The same cache under another configuration."""
+        return replace(self, kv_cache_config=kv_cache_config)
+
+    def sizing(self) -> AttentionSizing:
+        """The sizes the manager would have, without building it."""
+        config, traits, kda = self.kv_cache_config, self.traits, self.traits.kda
+        limits = cache_limits(
+            self.max_seq_len,
+            self.max_batch_size,
+            self.max_num_tokens,
+            self.tokens_per_block,
+            self.max_beam_width,
+            self.spec_config,
+        )
+        layers = local_layers(
+            num_layers=len(traits.attention_layers),
+            num_kv_heads=1,
+            head_dim=traits.latent_dim,
+            dtype=self.attention_dtype,
+            mapping=self.mapping,
+            layer_mask=self.attention_mask,
+            recurrent_mask=self.recurrent_mask,
+            num_recurrent_layers=len(traits.kda_layers),
+            max_attention_window=config.max_attention_window,
+            max_seq_len=self.max_seq_len,
+        )
+        kv_type, ratio = CacheType.SELFKONLY, config.max_util_for_resume
+        if kda is None:
+            return AttentionSizing(layers=layers, kv_type=kv_type, limits=limits, max_util_for_resume=ratio)
+        shape = RecurrentShape(kda.head_dim, kda.conv_width, kda.num_heads, kda.num_heads, kda.head_dim)
+        dtypes = StateDtypes(conv=traits.dtype, ssm=torch.float32)
+        tp_size = mamba_effective_tp_size(self.mapping)
+        spec = linear_state_spec(shape, tp_size, _CONV_STATE_LAYOUT, dtypes)
+        verify = plan_verify(
+            spec, self.num_spec, self.kda_token_states, self.kda_verify_scheme, self.is_draft
+        )
+        return HybridSizing.plan(
+            config, kv_type, limits, layers, spec, verify, self.mapping, self.spec_config
+        )
+
+    def recurrent_arguments(self) -> tuple[object, ...]:
+        """The leading positional arguments of a hybrid manager; none for a model of attention alone."""
+        kda, traits = self.traits.kda, self.traits
+        if kda is None:
+            return ()
+        shape = (kda.head_dim, kda.conv_width, kda.num_heads, kda.num_heads, kda.head_dim)
+        return (*shape, len(traits.kda_layers), self.recurrent_mask, traits.dtype, torch.float32)
+
+    def keyword_arguments(self, takes_records: bool) -> dict[str, object]:
+        """The manager's keywords. What does not apply is absent, not False."""
+        arguments: dict[str, object] = {
+            "num_layers": len(self.traits.attention_layers),
+            "num_kv_heads": 1,
+            "head_dim": self.traits.latent_dim,
+            "layer_mask": self.attention_mask,
+            "tokens_per_block": self.tokens_per_block,
+            "max_seq_len": self.max_seq_len,
+            "max_batch_size": self.max_batch_size,
+            "mapping": self.mapping,
+            "dtype": self.attention_dtype,
+            "spec_config": self.spec_config,
+            "max_num_tokens": self.max_num_tokens,
+            "max_beam_width": self.max_beam_width,
+            "is_draft": self.is_draft,
+            "vocab_size": self.traits.vocab_size,
+        }
+        if self.traits.kda is not None:
+            arguments["conv_state_layout"] = _CONV_STATE_LAYOUT
+        if self.num_spec is None:
+            return arguments
+        arguments["kda_replay_num_spec"] = self.num_spec
+        if takes_records and self.kda_token_states:
+            arguments["kda_token_states"] = True
+        if takes_records and self.kda_verify_scheme is not None:
+            arguments["kda_verify_scheme"] = self.kda_verify_scheme
+        return arguments
+
+
+def wants_token_states(model_engine: EngineWithModel | None) -> bool:
+    """Whether the engine's backbone asks for its drafts' records. False without an engine."""
+    if model_engine is None:
+        return False
+    # The backbone may be anybody's, so the one attribute that is read of it has a default.
+    return bool(getattr(model_engine.model.model, "kda_token_states", False))
+
+
+def device_or_default(device: str | None) -> str:
+    """`device`, or CUDA where there is a GPU."""
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def create_manager(
+    plan: CachePlan,
+    manager_cls: type[Any],
+    *,
+    kv_connector_manager: object | None = None,
+    is_estimating_kv_cache: bool = False,
+    execution_stream: torch.cuda.Stream | None = None,
+    is_disagg: bool = False,
+    enable_stats: bool = False,
+    device: str | None = None,
+) -> KVCacheManagerV2:
+    """Build `plan` as a `manager_cls`. Raises ValueError for limits or a configuration that cannot work."""
+    if kv_connector_manager is not None and not is_estimating_kv_cache:
+        raise NotImplementedError("a KV connector does not work with recurrent states yet: leave it out")
+    takes_records = issubclass(manager_cls, MambaHybridCacheManagerV2) and not issubclass(
+        manager_cls, MixedMambaHybridCacheManager
+    )
+    manager: KVCacheManagerV2 = manager_cls(
+        *plan.recurrent_arguments(),
+        plan.kv_cache_config,
+        CacheType.SELFKONLY,
+        is_estimating_kv_cache=is_estimating_kv_cache,
+        execution_stream=execution_stream,
+        is_disagg=is_disagg,
+        enable_stats=enable_stats,
+        device=device_or_default(device),
+        **plan.keyword_arguments(takes_records),
+    )
+    return manager
 
 
 def _create_kv_cache_manager(
@@ -47,90 +225,28 @@ def _create_kv_cache_manager(
         if model_engine is None:
             raise ValueError("model_engine and model_config are both None: give one of them")
         traits = model_engine.model.traits
-    if kv_connector_manager is not None and not estimating_kv_cache:
-        raise NotImplementedError("a KV connector does not work with recurrent states yet: leave it out")
-    common = {
-        "tokens_per_block": tokens_per_block,
-        "max_seq_len": max_seq_len,
-        "max_batch_size": max_batch_size,
-        "mapping": mapping,
-        "dtype": traits.dtype if dtype is None else dtype,
-        "spec_config": spec_config,
-        "max_num_tokens": max_num_tokens,
-        "max_beam_width": max_beam_width,
-        "is_draft": is_draft,
-        "is_estimating_kv_cache": estimating_kv_cache,
-        "execution_stream": execution_stream,
-        "vocab_size": traits.vocab_size,
-        "is_disagg": is_disagg,
-        "enable_stats": enable_stats,
-        "device": device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        **_attention_arguments(traits),
-    }
-    if traits.kda is None:
-        return _as_manager(kv_cache_manager_cls(kv_cache_config, CacheType.SELFKONLY, **common))
-    return _as_manager(
-        kv_cache_manager_cls(
-            *_recurrent_arguments(traits),
-            kv_cache_config,
-            CacheType.SELFKONLY,
-            **common,
-            **_verify_arguments(model_engine, kv_cache_manager_cls, spec_config, kda_verify_scheme),
-        )
+    plan = CachePlan(
+        traits=traits,
+        mapping=mapping,
+        kv_cache_config=kv_cache_config,
+        tokens_per_block=tokens_per_block,
+        max_seq_len=max_seq_len,
+        max_batch_size=max_batch_size,
+        spec_config=spec_config,
+        max_num_tokens=max_num_tokens,
+        max_beam_width=max_beam_width,
+        dtype=dtype,
+        is_draft=is_draft,
+        kda_token_states=wants_token_states(model_engine),
+        kda_verify_scheme=kda_verify_scheme,
     )
-
-
-def _as_manager(manager: object) -> KVCacheManagerV2:
-    assert isinstance(manager, KVCacheManagerV2), f"{type(manager).__name__} is no V2 manager"
-    return manager
-
-
-def _attention_arguments(traits: ModelTraits) -> dict[str, object]:
-    """Latent attention: one vector per token and layer, keys and values in one."""
-    return {
-        "num_layers": len(traits.attention_layers),
-        "num_kv_heads": 1,
-        "head_dim": traits.latent_dim,
-        "layer_mask": layer_mask(traits.attention_layers, traits.num_layers),
-    }
-
-
-def _recurrent_arguments(traits: ModelTraits) -> tuple[object, ...]:
-    """The positional arguments of the hybrid managers.
-
-    A KDA state is fp32, its window in the model's dtype.
-    """
-    kda = traits.kda
-    assert kda is not None
-    return (
-        kda.head_dim,
-        kda.conv_width,
-        kda.num_heads,
-        kda.num_heads,
-        kda.head_dim,
-        len(traits.kda_layers),
-        layer_mask(traits.kda_layers, traits.num_layers),
-        traits.dtype,
-        torch.float32,
+    return create_manager(
+        plan,
+        kv_cache_manager_cls,
+        kv_connector_manager=kv_connector_manager,
+        is_estimating_kv_cache=estimating_kv_cache,
+        execution_stream=execution_stream,
+        is_disagg=is_disagg,
+        enable_stats=enable_stats,
+        device=device,
     )
-
-
-def _verify_arguments(
-    model_engine: EngineWithModel | None,
-    manager_cls: type[Any],
-    spec_config: SpecConfigLike | None,
-    kda_verify_scheme: str | None,
-) -> Dict[str, object]:
-    """What says how rejected drafts are undone; the options are absent, not False, where they do not apply."""
-    arguments: dict[str, object] = {"conv_state_layout": "q_k_v"}
-    if spec_config is None or spec_config.tokens_per_gen_step < 2:
-        return arguments
-    arguments["kda_replay_num_spec"] = spec_config.tokens_per_gen_step - 1
-    if not issubclass(manager_cls, MambaHybridCacheManagerV2):
-        return arguments
-    if kda_verify_scheme is not None:
-        arguments["kda_verify_scheme"] = kda_verify_scheme
-    # The backbone may be anybody's, so the one attribute that is read of it has a default.
-    if model_engine is not None and getattr(model_engine.model.model, "kda_token_states", False):
-        arguments["kda_token_states"] = True
-    return arguments

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`KVCacheManagerV2`: gives requests their attention pages, on the storage of `runtime/kv_cache_manager_v2`."""
+"""`KVCacheManagerV2`: gives requests their attention pages, on the V2 storage."""
 
 from collections.abc import Sequence
 
@@ -229,7 +229,7 @@ class KVCacheManagerV2:
     def get_batch_cache_indices(
         self, request_ids: Sequence[int], layer_idx: int | None = None
     ) -> list[list[int]]:
-        """Page ids of each request in token order, for `layer_idx` or for any layer where all attend in full."""
+        """Page ids of each request in token order, for `layer_idx`, or for all where all attend in full."""
         group = self._group_of(layer_idx)
         return [
             list(self.kv_cache_map[request_id].get_base_page_indices(group)) for request_id in request_ids
@@ -449,6 +449,11 @@ class KVCacheManagerV2:
             for statistics in self.impl.get_storage_statistics()
             for size in statistics.slot_sizes
         )
+
+    @property
+    def side_bytes(self) -> int:
+        """Bytes beside the storage's pools: none for attention."""
+        return 0
 
     def check_integrity(self) -> None:
         """Raise an AssertionError with the numbers unless every page has one owner and every open cache a

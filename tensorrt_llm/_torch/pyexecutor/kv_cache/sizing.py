@@ -175,6 +175,14 @@ def local_layers(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheCost:
+    """Bytes of quota for t cached tokens: intercept_bytes + slope_bytes * t."""
+
+    slope_bytes: float
+    intercept_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSizing:
     """Bytes and storage configuration of a rank's attention layers."""
 
@@ -213,6 +221,14 @@ class AttentionSizing:
         grows.
         """
         return largest_fitting(self.quota_from_max_tokens, quota_bytes)
+
+    def cost(self) -> CacheCost:
+        """The line through `quota_from_max_tokens` from no token to a full batch of max_seq_len."""
+        far = self.limits.max_batch_size * self.limits.max_seq_len
+        intercept = self.quota_from_max_tokens(0)
+        return CacheCost(
+            slope_bytes=(self.quota_from_max_tokens(far) - intercept) / far, intercept_bytes=intercept
+        )
 
     def minimum_quota(self) -> int:
         """The smallest quota with which a request can run at all: one page."""

@@ -4,7 +4,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
@@ -41,6 +41,12 @@ class AcceptanceMetadata(Protocol):
 class BaseMambaCacheManager(ABC):
     """Slots of recurrent state for the requests of a step."""
 
+    @overload
+    def get_state_indices(self, request_ids: None = None, is_padding: None = None) -> Tensor: ...
+    @overload
+    def get_state_indices(
+        self, request_ids: Sequence[int], is_padding: Sequence[bool] | None = None
+    ) -> list[int]: ...
     @abstractmethod
     def get_state_indices(
         self, request_ids: Sequence[int] | None = None, is_padding: Sequence[bool] | None = None
@@ -80,11 +86,6 @@ class BaseMambaCacheManager(ABC):
     def keeps_kda_token_states(self) -> bool:
         """Whether the drafts' records are kept."""
         return False
-
-
-def mamba_effective_tp_size(mapping: Mapping) -> int:
-    """Ranks that share the heads of a recurrent layer: 1 where attention is data parallel."""
-    return 1 if mapping.enable_attention_dp else mapping.tp_size
 
 
 def reachable_draft_lengths(spec_config: SpecConfigLike | None, max_batch_size: int) -> set[int]:

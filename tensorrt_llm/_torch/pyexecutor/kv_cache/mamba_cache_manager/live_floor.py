@@ -26,7 +26,7 @@ _GRAIN_CLASS_ENDS_BYTES = tuple(GIB << k for k in (4, 3, 2, 1))
 
 
 def live_floor_slots(max_batch_size: int, pp_size: int, num_reserved_dummy_slots: int) -> int:
-    """F: one slot per request that can be resident on a pipeline of pp_size micro-batches, and one per dummy."""
+    """F: a slot for each request of each of the pipeline's pp_size micro-batches, and one per dummy."""
     return max_batch_size * pp_size + num_reserved_dummy_slots
 
 
@@ -76,7 +76,7 @@ class LiveStates:
         return self.floor_slots * self.pool_bytes_per_slot
 
     def held_slots(self, grain: int) -> int:
-        """Slots that the grains of the kept ones hold: as many, or more where a slot is smaller than a grain."""
+        """Slots that the grains of the kept ones hold: more than these where a slot is less than a grain."""
         return slots_in(grains_of(self.kept_slots, self.pool_slot_bytes, grain), self.pool_slot_bytes, grain)
 
     def reserve(self, quota_bytes: int) -> Reservation:

@@ -5,6 +5,7 @@ storage.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -23,7 +24,6 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.common import (
     HOST_DRAFTERS,
     AcceptanceMetadata,
     BaseMambaCacheManager,
-    mamba_effective_tp_size,
 )
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.hybrid_sizing import HybridSizing
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.index_buffers import (
@@ -38,6 +38,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.state_spec impo
     RecurrentShape,
     StateDtypes,
     linear_state_spec,
+    mamba_effective_tp_size,
 )
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options import (
     check_replay_arguments,
@@ -261,6 +262,12 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, BaseMambaCacheManager):
         """Requests that can have a state slot at once."""
         return self.max_batch_size
 
+    @overload
+    def get_state_indices(self, request_ids: None = None, is_padding: None = None) -> Tensor: ...
+    @overload
+    def get_state_indices(
+        self, request_ids: Sequence[int], is_padding: Sequence[bool] | None = None
+    ) -> list[int]: ...
     def get_state_indices(
         self, request_ids: Sequence[int] | None = None, is_padding: Sequence[bool] | None = None
     ) -> Tensor | list[int]:
@@ -413,7 +420,7 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, BaseMambaCacheManager):
         num_extra_decoding_steps: int = 0,
         draft_kv_cache_manager: KVCacheManagerV2 | None = None,
     ) -> list[DummyRequest] | None:
-        """As for attention; the slots of generation dummies, which are read without a prefill, start at zero."""
+        """As for attention; generation dummies, which are read without a prefill, start from zeroed slots."""
         dummies = super().add_dummy_requests(
             request_ids,
             token_nums,

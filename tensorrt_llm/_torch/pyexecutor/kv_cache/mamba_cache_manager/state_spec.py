@@ -6,6 +6,8 @@ from math import prod
 
 import torch
 
+from tensorrt_llm.mapping import Mapping
+
 CONV_STATE_LAYOUTS: tuple[str, ...] = ("x_b_c", "q_k_v")
 
 
@@ -77,6 +79,11 @@ class RecurrentShape:
     num_heads: int
     n_groups: int
     head_dim: int
+
+
+def mamba_effective_tp_size(mapping: Mapping) -> int:
+    """Ranks that share the heads of a recurrent layer: 1 where attention is data parallel."""
+    return 1 if mapping.enable_attention_dp else mapping.tp_size
 
 
 def linear_state_spec(
