@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tensorrt_llm import logger
+from tensorrt_llm._torch.pyexecutor.description import ExecutorDescription
 from tensorrt_llm._torch.pyexecutor.emission import Emission, emit
 from tensorrt_llm._torch.pyexecutor.inbox import Inbox, ResponseCallback, Submission
 from tensorrt_llm._torch.pyexecutor.llm_request import (
@@ -73,9 +74,8 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopOptions:
-    """What the loop needs beside its parts. `random_seed` None draws one for requests that bring none."""
+    """What the loop needs beside its parts. `random_seed` None draws one, for requests that bring none."""
 
-    vocab_size: int
     random_seed: int | None = None
     max_stats_len: int = 1000
 
@@ -94,19 +94,20 @@ class PyExecutor:
         engine: StepRunner,
         cache: CacheManager,
         limits: SchedulerLimits,
+        description: ExecutorDescription,
+        speculator: Speculator,
         options: LoopOptions,
-        speculator: Speculator | None = None,
     ) -> None:
+        self.description = description
         self.fatal_error: Exception | None = None
         self._engine = engine
         self._cache = cache
         self._limits = limits
-        self._vocab_size = options.vocab_size
         self._seed = secrets.randbits(64) if options.random_seed is None else options.random_seed
-        self._speculator = Speculator(options.vocab_size) if speculator is None else speculator
+        self._speculator = speculator
         self._scheduler = Scheduler(limits, cache)
         self._sampler = Sampler()
-        self._stats = StatsRecorder(limits, self._speculator.max_draft_len, options.max_stats_len)
+        self._stats = StatsRecorder(limits, speculator.max_draft_len, options.max_stats_len)
         self._stats.record(
             StepSummary(iteration=0, started_at=time.time(), kv_cache=cache.get_kv_cache_stats())
         )
@@ -129,7 +130,7 @@ class PyExecutor:
         ExecutorUnhealthyError when the executor has stopped.
         """
         self._limits.check_can_run(len(request.prompt_token_ids), request.max_tokens)
-        _check_vocabulary(request, self._vocab_size)
+        _check_vocabulary(request, self.description.vocab_size)
         req = LlmRequest.admit(
             request,
             max_seq_len=self._limits.max_seq_len,

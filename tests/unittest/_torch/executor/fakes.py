@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorrt_llm._torch.modules.metadata import PREFILL_ALIGNMENT_TOKENS, ContextChunk, ForwardMetadata
+from tensorrt_llm._torch.pyexecutor.description import ExecutorDescription
 from tensorrt_llm._torch.pyexecutor.llm_request import (
     ExecutorRequest,
     ExecutorResponse,
@@ -346,6 +347,18 @@ def make_limits(cache: FakeCache, **changes: int | bool) -> SchedulerLimits:
     return SchedulerLimits(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def make_description(limits: SchedulerLimits) -> ExecutorDescription:
+    return ExecutorDescription(
+        model="fake",
+        device="cpu",
+        dtype="float32",
+        max_batch_size=limits.max_batch_size,
+        max_num_tokens=limits.max_num_tokens,
+        max_seq_len=limits.max_seq_len,
+        vocab_size=VOCAB_SIZE,
+    )
+
+
 def make_rig(
     *,
     num_pages: int = 400,
@@ -359,13 +372,15 @@ def make_rig(
     """An executor on fakes; `limits` change those of `make_limits`."""
     cache, model = FakeCache(num_pages, num_slots), FakeModel()
     width = 1 if spec is None else spec.tokens_per_gen_step
+    step_limits = make_limits(cache, **{"tokens_per_gen_step": width, **limits})
     return Rig(
         executor=PyExecutor(
             engine=ModelEngine(model, cache, attention_layer=0, device=torch.device("cpu")),
             cache=cache,
-            limits=make_limits(cache, **{"tokens_per_gen_step": width, **limits}),
-            options=LoopOptions(vocab_size=VOCAB_SIZE, random_seed=5, max_stats_len=max_stats_len),
+            limits=step_limits,
+            description=make_description(step_limits),
             speculator=Speculator(VOCAB_SIZE, spec, drafter, forced_mean),
+            options=LoopOptions(random_seed=5, max_stats_len=max_stats_len),
         ),
         cache=cache,
         model=model,

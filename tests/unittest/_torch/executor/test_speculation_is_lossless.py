@@ -7,10 +7,8 @@ import pytest
 
 from tensorrt_llm._torch.pyexecutor.config import VerifySchemeName
 from tensorrt_llm._torch.pyexecutor.llm_request import ExecutorRequest, SamplingSpec
-from tensorrt_llm._torch.speculative.create import create_drafter
 from tensorrt_llm._torch.speculative.interface import SpeculationSpec
-from tests.unittest._torch.executor.fakes import ScriptedDrafter
-from tests.unittest._torch.executor.tiny_kimi import make_tiny_rig, tiny_request
+from tests.unittest._torch.executor.tiny_kimi import make_tiny_rig, scripted_speculation, tiny_request
 
 SCHEMES: tuple[VerifySchemeName, ...] = ("records", "replay", "intermediate")
 SAMPLED = SamplingSpec(temperature=1.3, top_k=30, top_p=0.97, seed=99, repetition_penalty=1.05)
@@ -48,7 +46,7 @@ def test_text_does_not_depend_on_company_or_chunks() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_ngram_drafts(scheme: VerifySchemeName, max_draft_len: int, batch: int) -> None:
     spec = speculation(max_draft_len)
-    rig = make_tiny_rig(scheme=scheme, spec=spec, drafter=create_drafter(spec, "cpu"))
+    rig = make_tiny_rig(scheme=scheme, spec=spec)
     for request in make_requests(batch):
         rig.submit(request)
     assert rig.run() == {i: list(plain_text(i, False)) for i in range(batch)}
@@ -72,7 +70,7 @@ def check_script(
     scheme: VerifySchemeName, script: list[tuple[int, int]], batch: int, is_sampled: bool
 ) -> None:
     texts = {i: list(plain_text(i, is_sampled)) for i in range(batch)}
-    rig = make_tiny_rig(scheme=scheme, spec=speculation(7), drafter=ScriptedDrafter(dict(texts), script))
+    rig = make_tiny_rig(scheme=scheme, spec=scripted_speculation(texts, script))
     for request in make_requests(batch, SAMPLED if is_sampled else None):
         rig.submit(request)
     assert rig.run() == texts
@@ -82,7 +80,7 @@ def check_script(
 def test_five_hundred_tokens_with_every_draft_rejected(scheme: VerifySchemeName) -> None:
     text = list(plain_text(0, False, 500))
     assert len(set(text)) > 5
-    rig = make_tiny_rig(scheme=scheme, spec=speculation(7), drafter=ScriptedDrafter({0: text}, [(7, 0)]))
+    rig = make_tiny_rig(scheme=scheme, spec=scripted_speculation({0: text}, [(7, 0)]))
     answer = rig.submit(make_requests(1, None, 500)[0])
     assert rig.run() == {0: text}
     assert answer.last.num_accepted_tokens == 0

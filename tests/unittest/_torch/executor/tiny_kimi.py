@@ -3,32 +3,24 @@
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import cast
 
 import torch
 
 from tensorrt_llm._torch.models.config import parse_config
 from tensorrt_llm._torch.models.modeling_kimi import KimiForCausalLM
-from tensorrt_llm._torch.modules.kda.verify_scheme import get_scheme
-from tensorrt_llm._torch.pyexecutor.config import VerifySchemeName
+from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig, VerifySchemeName
 from tensorrt_llm._torch.pyexecutor.kv_cache.config import KvCacheSettings
-from tensorrt_llm._torch.pyexecutor.kv_cache.create import _create_kv_cache_manager
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
-from tensorrt_llm._torch.pyexecutor.kv_cache.traits import EngineStandIn
 from tensorrt_llm._torch.pyexecutor.llm_request import ExecutorRequest, SamplingSpec
-from tensorrt_llm._torch.pyexecutor.model_engine import ModelEngine
-from tensorrt_llm._torch.pyexecutor.py_executor import CacheManager, LoopOptions, PyExecutor
-from tensorrt_llm._torch.pyexecutor.scheduler import SchedulerLimits
-from tensorrt_llm._torch.speculative.interface import Drafter, SpeculationSpec
-from tensorrt_llm._torch.speculative.speculator import Speculator
-from tensorrt_llm.mapping import Mapping
-from tests.unittest._torch.executor.fakes import Collected
+from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor
+from tensorrt_llm._torch.pyexecutor.py_executor_creator import build_py_executor, resolve_config_scheme
+from tensorrt_llm._torch.speculative.interface import SpeculationSpec
+from tests.unittest._torch.executor.fakes import Collected, ScriptedDrafter
 
 VOCAB_SIZE = 50
-TOKENS_PER_BLOCK = 16
 MAX_SEQ_LEN = 600
 
-_CONFIG = {
+TINY_CONFIG = {
     "hidden_size": 32,
     "vocab_size": VOCAB_SIZE,
     "num_hidden_layers": 5,
@@ -69,7 +61,7 @@ _CONFIG = {
 @cache
 def tiny_model() -> KimiForCausalLM:
     """The model in fp32 on the CPU; its verify scheme is whatever was last asked of `make_tiny_rig`."""
-    model = KimiForCausalLM(parse_config(_CONFIG), torch.float32)
+    model = KimiForCausalLM(parse_config(TINY_CONFIG), torch.float32)
     random = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
@@ -111,47 +103,34 @@ def make_tiny_rig(
     *,
     scheme: VerifySchemeName = "records",
     spec: SpeculationSpec | None = None,
-    drafter: Drafter | None = None,
     max_batch_size: int = 8,
     max_num_tokens: int = 512,
     max_tokens_in_cache: int = 2048,
 ) -> TinyRig:
-    model = tiny_model()
-    model.set_verify_scheme(None if spec is None else get_scheme(scheme))
-    model.model.kda_token_states = scheme == "records"
-    manager = _create_kv_cache_manager(
-        EngineStandIn(model),
-        MambaHybridCacheManagerV2,
-        Mapping(),
-        KvCacheSettings(enable_block_reuse=False, max_tokens=max_tokens_in_cache),
-        TOKENS_PER_BLOCK,
-        MAX_SEQ_LEN,
-        max_batch_size,
-        spec,
-        max_num_tokens,
-        kda_verify_scheme=None if spec is None else scheme,
-        device="cpu",
-    )
-    assert isinstance(manager, MambaHybridCacheManagerV2)
-    limits = SchedulerLimits(
+    """An executor as `create_py_executor` builds it. A drafter of one's own goes into a User_Provided
+    spec.
+    """
+    config = ExecutorConfig(
+        model="tiny",
+        model_kwargs={"kda_verify_scheme": scheme},
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
-        max_seq_len=manager.max_seq_len,
-        max_pages=manager.num_attention_pages,
-        tokens_per_page=manager.tokens_per_block,
-        tokens_per_gen_step=1 if spec is None else spec.tokens_per_gen_step,
+        max_seq_len=MAX_SEQ_LEN,
+        enable_chunked_prefill=True,
+        kv_cache_config=KvCacheSettings(max_tokens=max_tokens_in_cache),
+        speculation=spec,
+        random_seed=5,
     )
-    cache_manager = cast(CacheManager, manager)
-    return TinyRig(
-        executor=PyExecutor(
-            engine=ModelEngine(model, cache_manager, model.traits.attention_layers[0], torch.device("cpu")),
-            cache=cache_manager,
-            limits=limits,
-            options=LoopOptions(vocab_size=VOCAB_SIZE, random_seed=5),
-            speculator=Speculator(VOCAB_SIZE, spec, drafter),
-        ),
-        manager=manager,
-    )
+    executor = build_py_executor(config, resolve_config_scheme(config), tiny_model(), torch.device("cpu"))
+    manager = executor._cache
+    assert isinstance(manager, MambaHybridCacheManagerV2)
+    return TinyRig(executor=executor, manager=manager)
+
+
+def scripted_speculation(texts: dict[int, list[int]], script: list[tuple[int, int]]) -> SpeculationSpec:
+    """Up to seven drafts a round by a `ScriptedDrafter`."""
+    drafter = ScriptedDrafter(dict(texts), script)
+    return SpeculationSpec(decoding_type="User_Provided", max_draft_len=7, drafter=drafter)
 
 
 def tiny_prompt(request_id: int, prompt_len: int) -> tuple[int, ...]:

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a configuration to an executor: model, cache manager, drafter, loop."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from tensorrt_llm import envs, logger
+from tensorrt_llm._torch.models.auto import load_model
+from tensorrt_llm._torch.models.modeling_kimi import KimiForCausalLM
+from tensorrt_llm._torch.modules.kda.verify_scheme import get_scheme
+from tensorrt_llm._torch.pyexecutor._util import _create_kv_cache_manager, get_kv_cache_manager_cls
+from tensorrt_llm._torch.pyexecutor.config import (
+    ExecutorConfig,
+    ResolvedVerifyScheme,
+    VerifySchemeRequest,
+    limit_to_model,
+    read_verify_scheme_kwargs,
+    resolve_verify_scheme,
+)
+from tensorrt_llm._torch.pyexecutor.description import ExecutorDescription
+from tensorrt_llm._torch.pyexecutor.kv_cache.config import KvCacheSettings
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
+from tensorrt_llm._torch.pyexecutor.kv_cache.traits import EngineStandIn
+from tensorrt_llm._torch.pyexecutor.model_engine import ModelEngine
+from tensorrt_llm._torch.pyexecutor.py_executor import CacheManager, LoopOptions, PyExecutor
+from tensorrt_llm._torch.pyexecutor.scheduler import SchedulerLimits
+from tensorrt_llm._torch.speculative.create import create_drafter
+from tensorrt_llm._torch.speculative.speculator import Speculator
+from tensorrt_llm.mapping import Mapping
+
+
+def create_py_executor(config: ExecutorConfig) -> PyExecutor:
+    """Load the model, size and allocate its cache, and build the executor, not yet started.
+
+    Raises ValueError for a model, limits or options that cannot work together, before weights are read where
+    they can be checked without them.
+    """
+    resolved = resolve_config_scheme(config)
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    model = load_model(config.model, dtype, device.type)
+    return build_py_executor(config, resolved, model, device)
+
+
+def resolve_config_scheme(config: ExecutorConfig) -> ResolvedVerifyScheme:
+    """How this configuration undoes rejected drafts; logs what may surprise, once."""
+    scheme, token_states = read_verify_scheme_kwargs(config.model_kwargs)
+    resolved = resolve_verify_scheme(
+        VerifySchemeRequest(
+            kda_verify_scheme=scheme,
+            kda_token_states=token_states,
+            speculating=config.speculation is not None,
+            enable_block_reuse=config.enable_block_reuse,
+            # The torch form of the verify op takes heads of any size, on any device.
+            op_serves_shape=True,
+        )
+    )
+    if resolved.notice is not None:
+        logger.info_once(resolved.notice)
+    return resolved
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of "auto", "cpu" or "cuda". Raises ValueError for another name, or where there is no GPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}; it must be 'auto', 'cpu' or 'cuda'")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but PyTorch finds no GPU here: use device='cpu'")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The element type of "auto" (float32 on a CPU, else bfloat16) or of its name; ValueError for another."""
+    by_name = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in by_name:
+        raise ValueError(f"dtype is {name!r}; it must be 'auto', {', '.join(map(repr, by_name))}")
+    return by_name[name]
+
+
+def build_py_executor(
+    config: ExecutorConfig, resolved: ResolvedVerifyScheme, model: KimiForCausalLM, device: torch.device
+) -> PyExecutor:
+    """The executor of a model already loaded. Sets the model's verify scheme; allocates the cache."""
+    spec, traits = config.speculation, model.traits
+    config = limit_to_model(config, traits.max_position_embeddings)
+    model.set_verify_scheme(None if spec is None else get_scheme(resolved.scheme))
+    model.model.kda_token_states = resolved.kda_token_states
+    manager = _create_manager(config, resolved, model, device)
+    limits = SchedulerLimits(
+        max_batch_size=config.max_batch_size,
+        max_num_tokens=config.max_num_tokens,
+        max_seq_len=manager.max_seq_len,
+        max_pages=manager.num_attention_pages,
+        tokens_per_page=manager.tokens_per_block,
+        tokens_per_gen_step=1 if spec is None else spec.tokens_per_gen_step,
+        enable_chunked_prefill=config.enable_chunked_prefill,
+    )
+    description = describe(config, resolved, model, manager)
+    logger.info(description.cache_line())
+    # The manager's own protocols are wider where TensorRT-LLM's signatures are.
+    cache = cast(CacheManager, manager)
+    drafter = None if spec is None else create_drafter(spec, device.type)
+    return PyExecutor(
+        engine=ModelEngine(model, cache, traits.attention_layers[0], device),
+        cache=cache,
+        limits=limits,
+        options=LoopOptions(
+            random_seed=config.random_seed,
+            max_stats_len=config.max_stats_len if config.enable_iter_perf_stats else 0,
+        ),
+        description=description,
+        speculator=Speculator(traits.vocab_size, spec, drafter, envs.force_num_accepted_tokens()),
+    )
+
+
+def _create_manager(
+    config: ExecutorConfig, resolved: ResolvedVerifyScheme, model: KimiForCausalLM, device: torch.device
+) -> MambaHybridCacheManagerV2:
+    assert config.max_seq_len is not None, "limit_to_model fills it in"
+    settings = replace(config.kv_cache_config, enable_block_reuse=resolved.enable_block_reuse)
+    settings = with_memory_limits(settings, config.max_batch_size * config.max_seq_len, free_bytes(device))
+    manager = _create_kv_cache_manager(
+        EngineStandIn(model),
+        get_kv_cache_manager_cls(model.traits, settings),
+        Mapping(),
+        settings,
+        model.traits.default_tokens_per_block,
+        config.max_seq_len,
+        config.max_batch_size,
+        config.speculation,
+        config.max_num_tokens,
+        kda_verify_scheme=None if config.speculation is None else resolved.scheme,
+        device=device.type,
+    )
+    if not isinstance(manager, MambaHybridCacheManagerV2):
+        raise ValueError(
+            f"the cache manager is {type(manager).__name__}; the loop needs one with recurrent states: leave "
+            "kv_cache_config.use_kv_cache_manager_v2 out"
+        )
+    return manager
+
+
+def with_memory_limits(settings: KvCacheSettings, full_tokens: int, available_bytes: int) -> KvCacheSettings:
+    """The settings with both limits set: no more tokens than all requests at full length can use, and no more
+    bytes than the given share of the available ones."""
+    tokens = full_tokens if settings.max_tokens is None else settings.max_tokens
+    limits = [settings.max_gpu_total_bytes] if settings.max_gpu_total_bytes > 0 else []
+    if settings.free_gpu_memory_fraction is not None:
+        limits.append(int(settings.free_gpu_memory_fraction * available_bytes))
+    return replace(settings, max_tokens=tokens, max_gpu_total_bytes=min(limits, default=0))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of the GPU, or available memory of the host."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(line for line in lines if line.startswith("MemAvailable:"))
+    return int(available.split()[1]) << 10
+
+
+def describe(
+    config: ExecutorConfig,
+    resolved: ResolvedVerifyScheme,
+    model: KimiForCausalLM,
+    manager: MambaHybridCacheManagerV2,
+) -> ExecutorDescription:
+    """The executor in numbers."""
+    spec, records = config.speculation, manager.kda_state_tok
+    records_bytes = 0 if records is None else records.nbytes
+    return ExecutorDescription(
+        model=config.model,
+        device=manager.device.type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_batch_size=config.max_batch_size,
+        max_num_tokens=config.max_num_tokens,
+        max_seq_len=manager.max_seq_len,
+        vocab_size=model.traits.vocab_size,
+        max_draft_len=0 if spec is None else spec.max_draft_len,
+        verify_scheme=None if spec is None else resolved.scheme,
+        attention_pages=manager.num_attention_pages,
+        tokens_per_page=manager.tokens_per_block,
+        ssm_slots=manager.num_state_slots,
+        pool_bytes=manager.allocated_bytes,
+        records_bytes=records_bytes,
+        other_side_bytes=manager.side_bytes - records_bytes,
+    )
