@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many drafts a round is worth: none where they would cost more than they bring.
 
-A round of R rows costs (1 - c) + c R, in units of a round of one row; c is `round_cost_per_token`. A request
-that adds k drafts to a round of B requests adds k rows and, on average, E_k = a_0 + a_0 a_1 + ... (k terms)
-accepted tokens, where a_j is the chance that draft j is right after the j before it were. The guard takes the
-k that makes tokens per cost, (B + E_k) / ((1 - c) + c (B + k)), largest.
+A round of B requests of which one adds k drafts costs 1 + c (2 (B - 1) + k + 2/B), in units of a round of one
+token; without drafts the last two terms are absent. c is `round_cost_per_token`; a request costs about two
+tokens beside its token, and so does leaving the one-token path, which the B requests share. The k drafts add
+E_k = a_0 + a_0 a_1 + ... (k terms) accepted tokens on average, where a_j is the chance that draft j is right
+after the j before it were. The guard takes the k that makes tokens per cost, (B + E_k) / cost, largest.
 
 a_j comes from this request's own history: how often the text went on as the drafter's match did, by the
 length of the match (m tokens matched before the first draft, m + j before draft j). Every proposal is
@@ -18,17 +19,22 @@ from collections.abc import Sequence
 MATCH_LENGTH_BOUNDS = (2, 3, 5, 9, 17)
 """Match lengths are told apart as 1, 2, 3-4, 5-8, 9-16 and 17 or more."""
 
-PRIOR_CONTINUATION = (0.35, 0.5, 0.65, 0.8, 0.9, 0.96)
-"""Chance that the text goes on as the match did, per class of match length, before any outcome was seen."""
+PRIOR_CONTINUATION = (0.3, 0.5, 0.6, 0.68, 0.78, 0.9)
+"""Chance that the text goes on as the match did, per class of match length, before any outcome was seen.
+
+Measured on 120 files of Python's standard library in a 1,536-token vocabulary, n-gram sizes 2 to 8.
+"""
 
 PRIOR_WEIGHT = 6.0
-"""Outcomes that a prior counts for."""
+"""Outcomes that a prior counts for at first; it fades as they do."""
 
 OUTCOME_DECAY = 0.96
 """What an outcome still counts for after the next one of its class: about the last 25 matter."""
 
-ROUND_COST_PER_TOKEN = {"cpu": 0.35, "cuda": 0.02}
-"""c by device type."""
+ROUND_COST_PER_TOKEN = {"cpu": 0.06, "cuda": 0.02}
+"""c by device type. CPU: kimi-k3-tiny on two x86 cores takes 6.9, 8.3, 9.7 and 11.0 ms for rounds of 1, 2, 4
+and 8 tokens of one request, 13.0 and 26.9 ms for rounds of 1 and 8 tokens of eight requests.
+"""
 
 
 class DraftGuard:
@@ -48,9 +54,8 @@ class DraftGuard:
         """Score a proposal against the tokens that came after it, up to the first difference."""
         for offset, (draft, token) in enumerate(zip(proposed, came, strict=False)):
             kind = bisect_right(MATCH_LENGTH_BOUNDS, match_len + offset)
-            prior = PRIOR_CONTINUATION[kind]
-            self._hits[kind] = _faded(self._hits[kind], PRIOR_WEIGHT * prior) + (draft == token)
-            self._tries[kind] = _faded(self._tries[kind], PRIOR_WEIGHT) + 1.0
+            self._hits[kind] = self._hits[kind] * OUTCOME_DECAY + (draft == token)
+            self._tries[kind] = self._tries[kind] * OUTCOME_DECAY + 1.0
             if draft != token:
                 break
 
@@ -61,7 +66,8 @@ class DraftGuard:
         """
         if self._cost <= 0:
             return max_drafts
-        best, best_rate = 0, num_generating / (1 - self._cost + self._cost * num_generating)
+        undrafted = 1 + self._cost * 2 * (num_generating - 1)
+        best, best_rate = 0, num_generating / undrafted
         expected, chance, allowed = float(num_generating), 1.0, 1
         for drafts in range(1, max_drafts + 1):
             chance *= self.continuation_chance(match_len + drafts - 1)
@@ -69,12 +75,7 @@ class DraftGuard:
             if drafts != allowed and drafts != max_drafts:
                 continue
             allowed = 2 * allowed + 1
-            rate = expected / (1 - self._cost + self._cost * (num_generating + drafts))
+            rate = expected / (undrafted + self._cost * (drafts + 2 / num_generating))
             if rate > best_rate:
                 best, best_rate = drafts, rate
         return best
-
-
-def _faded(total: float, prior: float) -> float:
-    """A decayed sum of outcomes around a prior that does not fade."""
-    return prior + (total - prior) * OUTCOME_DECAY

@@ -15,11 +15,8 @@ def taught(cost: float, chance: float, rounds: int = 400) -> DraftGuard:
 
 @pytest.mark.parametrize("chance", [0.0, 0.25, 0.5, 0.9, 1.0])
 def test_it_learns_the_chance(chance: float) -> None:
-    # The prior keeps its weight, against the roughly 25 outcomes that count.
-    prior = PRIOR_CONTINUATION[0]
-    assert taught(0.3, chance).continuation_chance(1) == pytest.approx(
-        (25 * chance + 6 * prior) / 31, abs=0.05
-    )
+    assert DraftGuard(0.3).continuation_chance(1) == pytest.approx(PRIOR_CONTINUATION[0])
+    assert taught(0.3, chance).continuation_chance(1) == pytest.approx(chance, abs=0.05)
 
 
 def test_outcomes_belong_to_the_match_length_they_were_seen_at() -> None:
@@ -47,7 +44,7 @@ def test_cost_decides() -> None:
 
 
 def test_a_fuller_round_drafts_less() -> None:
-    guard = taught(0.35, 0.7)
+    guard = taught(0.1, 0.37)
     lengths = [guard.choose(1, 7, num_generating) for num_generating in range(1, 33)]
     assert lengths[0] > 0
     assert lengths == sorted(lengths, reverse=True)
@@ -64,14 +61,18 @@ def test_few_lengths(max_drafts: int) -> None:
             assert length <= max_drafts
 
 
-def test_never_beaten_by_not_drafting_when_it_knows_the_chance() -> None:
-    cost = 0.35
-    for chance in (0.05, 0.2, 0.4, 0.6, 0.8, 0.95):
+@pytest.mark.parametrize("num_generating", [1, 4, 16])
+@pytest.mark.parametrize("cost", [0.02, 0.06, 0.3])
+def test_by_its_own_costs_it_hardly_loses_to_not_drafting(cost: float, num_generating: int) -> None:
+    """The estimate is off by what the prior weighs; the loss that this can cause is small."""
+    undrafted = 1 + 2 * cost * (num_generating - 1)
+    for chance in (0.0, 0.05, 0.2, 0.4, 0.6, 0.8, 0.95):
         guard = DraftGuard(cost)
-        for bound in (0, *MATCH_LENGTH_BOUNDS):
+        for bound in (1, *MATCH_LENGTH_BOUNDS):
             for i in range(500):
                 right = int((i + 1) * chance) > int(i * chance)
-                guard.observe(max(bound, 1), [5], [5 if right else 6])
-        length = guard.choose(3, 7, 1)
-        gained = 1 + sum(chance**j for j in range(1, length + 1))
-        assert gained / (1 + cost * length) >= 0.93
+                guard.observe(bound, [5], [5 if right else 6])
+        length = guard.choose(3, 7, num_generating)
+        emitted = num_generating + sum(chance**j for j in range(1, length + 1))
+        spent = undrafted + (cost * (length + 2 / num_generating) if length else 0)
+        assert emitted / spent >= 0.97 * num_generating / undrafted
