@@ -234,6 +234,11 @@ class AttentionSizing:
         """The smallest quota with which a request can run at all: one page."""
         return self.bytes_per_page
 
+    @property
+    def has_states(self) -> bool:
+        """Whether a local layer keeps a recurrent state."""
+        return False
+
     def layer_configs(self) -> tuple[LayerConfig, ...]:
         """One storage layer per local attention layer, numbered by local id."""
         tokens = self.limits.tokens_per_block
@@ -265,7 +270,9 @@ class AttentionSizing:
             constraints=self._constraints() if explicit else (),
             typical_step=self._typical_step(avg) if explicit and avg is not None else None,
             initial_pool_ratio=kv_cache_config.pool_ratio,
-            commit_min_snapshot=(
+            # A recurrent state exists at one token count only, so a commit keeps one snapshot of it.
+            commit_min_snapshot=self.has_states
+            or (
                 kv_cache_config.enable_block_reuse
                 and kv_cache_config.block_reuse_config.policy != "all_reusable"
             ),

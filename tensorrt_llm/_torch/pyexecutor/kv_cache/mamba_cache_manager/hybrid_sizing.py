@@ -25,11 +25,11 @@ from tensorrt_llm.runtime.kv_cache_manager_v2 import (
     GpuCacheTierConfig,
     KVCacheDesc,
     KVCacheManagerConfig,
+    LayerConfig,
+    LayerId,
     SsmLayerConfig,
 )
 from tensorrt_llm.runtime.kv_cache_manager_v2._math import round_up
-from tensorrt_llm.runtime.kv_cache_manager_v2._types import LayerId
-from tensorrt_llm.runtime.kv_cache_manager_v2.config import LayerConfig
 from tensorrt_llm.runtime.kv_cache_manager_v2.quota import split_gpu_quota
 
 _EMPTY = KVCacheDesc(capacity=0, history_length=0)
@@ -141,6 +141,25 @@ class HybridSizing(AttentionSizing):
         """The smallest GPU quota that holds all live states and one attention page."""
         return max(self.quota_from_max_tokens(0), self.state_quota() + self.bytes_per_page)
 
+    @property
+    def has_states(self) -> bool:
+        return bool(self.layers.recurrent)
+
+    def layer_configs(self) -> tuple[LayerConfig, ...]:
+        """One storage layer per local layer, numbered by local id."""
+        states: list[LayerConfig] = [
+            SsmLayerConfig(
+                layer_id=LayerId(local),
+                buffers=[
+                    BufferConfig(role=MambaRole.SSM_STATE, size=self.spec.ssm_bytes),
+                    BufferConfig(role=MambaRole.CONV_STATE, size=self.spec.conv_bytes),
+                ],
+            )
+            for local in self.layers.recurrent
+        ]
+        layers = (*AttentionSizing.layer_configs(self), *states)
+        return tuple(sorted(layers, key=lambda layer: layer.layer_id))
+
     def build_config(
         self, config: KVCacheManagerConfig, kv_cache_config: KvCacheConfigLike
     ) -> KVCacheManagerConfig:
@@ -150,7 +169,7 @@ class HybridSizing(AttentionSizing):
         The caller's config, its tiers included, is left as it is. Raises ValueError, in this order, for a
         pool rebalance, for side bytes off the live floor, for a quota that cannot hold the live states.
         """
-        if not self.layers.recurrent:
+        if not self.has_states:
             return config
         self._check_rebalance(kv_cache_config)
         self._check_floor()
@@ -161,12 +180,10 @@ class HybridSizing(AttentionSizing):
         constraints = [replace(batch, kv_caches=(*batch.kv_caches, *dummies)) for batch in config.constraints]
         built = replace(
             config,
-            layers=self._all_layers(config),
             constraints=(*constraints, floor),
             typical_step=None
             if self.has_pool_ratio
             else self._typical_batch(quota, kv_cache_config.avg_seq_len),
-            commit_min_snapshot=True,
         )
         return self._at_floor(built, quota) if self.is_at_live_floor else built
 
@@ -197,19 +214,6 @@ class HybridSizing(AttentionSizing):
                 f"need {minimum} bytes. "
                 "Raise max_gpu_total_bytes, max_tokens or free_gpu_memory_fraction, or lower max_batch_size."
             )
-
-    def _all_layers(self, config: KVCacheManagerConfig) -> tuple[LayerConfig, ...]:
-        states: list[LayerConfig] = [
-            SsmLayerConfig(
-                layer_id=LayerId(local),
-                buffers=[
-                    BufferConfig(role=MambaRole.SSM_STATE, size=self.spec.ssm_bytes),
-                    BufferConfig(role=MambaRole.CONV_STATE, size=self.spec.conv_bytes),
-                ],
-            )
-            for local in self.layers.recurrent
-        ]
-        return tuple(sorted((*config.layers, *states), key=lambda layer: layer.layer_id))
 
     def _typical_batch(self, quota: int, avg_seq_len: int | None) -> BatchDesc:
         length = avg_seq_len or max(1, self.limits.max_seq_len // 2)

@@ -453,6 +453,19 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, BaseMambaCacheManager):
         """
         self._map.seed(request_ids)
 
+    def _kda_draft_records_shape(self) -> tuple[int, int, int, int] | None:
+        """(3, M, H, K) of one slot's records in one layer; None without verify rounds."""
+        verify = self._hybrid.verify
+        if verify is None:
+            return None
+        geometry = verify.geometry
+        return (3, geometry.num_spec, geometry.num_heads, geometry.head_dim)
+
+    def _mamba_state_bytes_per_slot(self) -> int:
+        """Bytes per slot that the quota pays for: the pools' and, where records are kept, theirs."""
+        states = self._hybrid.states
+        return states.pool_bytes_per_slot + states.reserved_bytes_per_slot
+
     @property
     def side_bytes(self) -> int:
         """Bytes beside the storage's pools: the scheme's buffers and the counts."""
