@@ -4,24 +4,16 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from tensorrt_llm._torch.pyexecutor.description import ExecutorDescription
 from tensorrt_llm._torch.pyexecutor.llm_request import ExecutorRequest, ExecutorResponse
 from tensorrt_llm._torch.pyexecutor.stats import EngineSnapshot
-
-
-class EngineDescription(Protocol):
-    """What was built, for limits and for the start-up line."""
-
-    @property
-    def max_batch_size(self) -> int: ...
-    @property
-    def max_seq_len(self) -> int: ...
 
 
 class Engine(Protocol):
     """Takes requests on any thread and answers each on its own, until `ExecutorResponse.is_final`."""
 
     @property
-    def description(self) -> EngineDescription: ...
+    def description(self) -> ExecutorDescription: ...
     @property
     def is_healthy(self) -> bool: ...
     @property

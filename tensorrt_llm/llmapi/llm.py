@@ -5,14 +5,16 @@ import uuid
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any, Self, cast, overload
+from typing import Any, Self, overload
 
 from tqdm import tqdm
 
+from tensorrt_llm._torch.models.auto import resolve_model_folder
+from tensorrt_llm._torch.pyexecutor.description import ExecutorDescription
+from tensorrt_llm._torch.pyexecutor.py_executor_creator import create_py_executor
 from tensorrt_llm._torch.pyexecutor.stats import EngineSnapshot
 from tensorrt_llm.executor import Engine, GenerationExecutor
-from tensorrt_llm.executor.engine import EngineDescription
-from tensorrt_llm.llmapi.checkpoint import find_checkpoint, read_end_ids
+from tensorrt_llm.llmapi.checkpoint import read_end_ids
 from tensorrt_llm.llmapi.inputs import (
     PromptInputs,
     RequestLimits,
@@ -95,7 +97,7 @@ class LLM:
         self._stop = weakref.finalize(self, self._executor.shutdown)
 
     @property
-    def description(self) -> EngineDescription:
+    def description(self) -> ExecutorDescription:
         """What was built: limits, cache split, verify scheme."""
         return self._executor.engine.description
 
@@ -201,14 +203,12 @@ class LLM:
 
 
 def _load(args: TorchLlmArgs) -> tuple[Engine, Tokenizer | None, tuple[int, ...]]:
-    checkpoint = find_checkpoint(args.model)
+    checkpoint = resolve_model_folder(args.model)
     # The tokenizer is read first: a fault in it should not cost the time to load a model.
     tokenizer = _load_tokenizer(args, checkpoint)
     end_ids = read_end_ids(checkpoint)
-    from tensorrt_llm._torch.pyexecutor.py_executor_creator import create_py_executor
-
     engine = create_py_executor(args.to_executor_config(checkpoint))
-    return cast(Engine, engine), tokenizer, end_ids
+    return engine, tokenizer, end_ids
 
 
 def _load_tokenizer(args: TorchLlmArgs, checkpoint: Path) -> Tokenizer | None:

@@ -111,7 +111,8 @@ class RequestOutput:
     """A prompt's choices: a value once finished, before that something to wait for.
 
     `result()` and `aresult()` (or `await`) wait for the end; iterating, with `for` or `async for`, gives this
-    object back after every step of a streaming request, and once at the end of another. One reader at a time.
+    object back after every step of a streaming request (`changed` is the choice that grew), and once at the
+    end of another. One reader at a time.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class RequestOutput:
         self.prompt_token_ids = prompt_token_ids
         self.outputs = [CompletionOutput(index=index) for index in range(params.n)]
         self.cached_tokens = 0
+        self.changed: CompletionOutput | None = None
         self._submitted = submitted
         self._streaming = streaming
         self._num_unfinished = params.n
@@ -194,7 +196,7 @@ class RequestOutput:
             self._num_unfinished = 0
             self._submitted.cancel()
             return
-        output = self.outputs[arrival.choice]
+        self.changed = output = self.outputs[arrival.choice]
         output._add(response)
         if self._writers:
             output.text += self._writers[arrival.choice].write(response)

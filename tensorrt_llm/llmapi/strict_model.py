@@ -74,7 +74,7 @@ def parse(model: type[Model], data: Mapping[str, Any]) -> Model:
 
 def describe_errors(error: ValidationError) -> list[str]:
     """One line per fault: the full dotted path, what is wrong, and the value."""
-    return [_describe(detail) for detail in error.errors(include_url=False)]
+    return [describe_error(detail) for detail in error.errors(include_url=False)]
 
 
 def error_path(detail: ErrorDetails) -> str:
@@ -89,7 +89,8 @@ def error_path(detail: ErrorDetails) -> str:
     return path
 
 
-def _describe(detail: ErrorDetails) -> str:
+def describe_error(detail: ErrorDetails) -> str:
+    """One fault: its path, what is wrong, and the value."""
     path = error_path(detail)
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] in (_UNKNOWN, "missing", "value_error"):

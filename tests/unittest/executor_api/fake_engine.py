@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from tensorrt_llm._torch.pyexecutor.description import ExecutorDescription
 from tensorrt_llm._torch.pyexecutor.llm_request import (
     ExecutorRequest,
     ExecutorResponse,
@@ -22,11 +23,24 @@ from tensorrt_llm.llmapi.tokenizer import Tokenizer
 PATIENCE_S = 20.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeDescription:
-    max_batch_size: int = 4
-    max_seq_len: int = 64
-    max_num_tokens: int = 256
+def fake_description(max_seq_len: int = 64) -> ExecutorDescription:
+    return ExecutorDescription(
+        model="toy",
+        device="cpu",
+        dtype="float32",
+        max_batch_size=4,
+        max_num_tokens=256,
+        max_seq_len=max_seq_len,
+        vocab_size=300,
+        max_draft_len=3,
+        verify_scheme="records",
+        attention_pages=11,
+        tokens_per_page=32,
+        ssm_slots=5,
+        pool_bytes=1 << 20,
+        records_bytes=3 << 20,
+        other_side_bytes=5 << 19,
+    )
 
 
 def fake_snapshot(**changes: object) -> EngineSnapshot:
@@ -57,7 +71,7 @@ class FakeEngine:
     end_id: int | None = None
     gated: bool = False
     failure: RequestFailure | None = None
-    description: FakeDescription = field(default_factory=FakeDescription)
+    description: ExecutorDescription = field(default_factory=fake_description)
     stats: list[dict[str, Any]] = field(default_factory=list)
     fatal_error: BaseException | None = None
     requests: list[ExecutorRequest] = field(default_factory=list)

@@ -10,7 +10,7 @@ import pytest
 from tensorrt_llm import LLM, SamplingParams
 from tensorrt_llm._torch.pyexecutor.llm_request import FailureKind, RequestFailure
 from tensorrt_llm.llmapi import RequestError, RequestOutput
-from tests.unittest.executor_api.fake_engine import PATIENCE_S, FakeDescription, FakeEngine
+from tests.unittest.executor_api.fake_engine import PATIENCE_S, FakeEngine, fake_description
 from tests.unittest.executor_api.toy_tokenizer import EOS_TEXT, eos_id, toy_tokenizer
 
 TOKENIZER = toy_tokenizer()
@@ -280,7 +280,7 @@ def test_statistics_drain_and_gauges_do_not() -> None:
     assert llm.snapshot() == llm.snapshot()
     assert asyncio.run(read()) == [{"iter": 1}, {"iter": 2}]
     assert llm.get_stats() == []
-    assert llm.description == FakeDescription()
+    assert llm.description == fake_description()
 
 
 def test_counters_of_a_request(llm: LLM) -> None:

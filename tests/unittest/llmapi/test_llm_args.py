@@ -77,7 +77,7 @@ def test_llm_refuses_before_it_looks_for_the_model() -> None:
         LLM("/no/such/model", enable_lora=True)
     with pytest.raises(ValueError, match="^max_batch_size: .*greater than 0"):
         LLM("/no/such/model", max_batch_size=0)
-    with pytest.raises(ValueError, match=r"/no/such/model.*no such folder.*not\s+downloaded"):
+    with pytest.raises(ValueError, match=r"/no/such/model.*neither a folder nor a packaged model"):
         LLM("/no/such/model")
 
 
