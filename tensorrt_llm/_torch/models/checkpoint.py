@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading and writing checkpoints: Hugging Face tensor names over the model's fused parameters.
 
-`checkpoint_tensors()` of each block says which view every name loads into, so that loading, saving and the check of
-the key set are one mechanism.
+`checkpoint_tensors()` of each block says which view every name loads into, so that loading, saving and the
+check of the key set are one mechanism.
 """
 
 import json
@@ -63,7 +63,8 @@ def _copy(name: str, target: Tensor, source: Tensor) -> None:
 def load_weights(model: KimiForCausalLM, folder: Path) -> None:
     """Fill the model's parameters from the folder's safetensors files, whatever dtype they are stored in.
 
-    The key set is checked both ways before any data is read: missing names are a ValueError, extra ones a warning.
+    The key set is checked both ways before any data is read: missing names are a ValueError, extra ones a
+    warning.
     """
     targets = model.checkpoint_tensors()
     files = _tensor_files(folder)
@@ -85,8 +86,8 @@ def load_weights(model: KimiForCausalLM, folder: Path) -> None:
 
 
 def save_weights(model: KimiForCausalLM, path: Path, dtype: torch.dtype, pad_heads_to: int = 1) -> None:
-    """Write the checkpoint as one file: matrices as `dtype`, A_log (padded with zeros), dt_bias and the router's
-    bias as fp32."""
+    """Write the checkpoint as one file: matrices as `dtype`, A_log (padded with zeros), dt_bias and the
+    router's bias as fp32."""
     tensors = {}
     for name, tensor in model.checkpoint_tensors().items():
         tensor = tensor.detach().cpu()

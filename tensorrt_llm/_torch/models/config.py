@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text model's configuration, read from a checkpoint's `config.json`.
 
-One class covers Kimi K3 and Kimi Linear; what differs between them are the fields below, never a model's name.
+One class covers Kimi K3 and Kimi Linear; what differs between them are the fields below, never a model's
+name.
 """
 
 import json

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text model of Kimi K3 and Kimi Linear: one class per block, variants by configuration.
 
-Rows: the model pads a step's tokens to a multiple of 4 (`linear.pad_rows` says why) and drops the padding at the
-end. Layer indices are 0-based.
+Rows: the model pads a step's tokens to a multiple of 4 (`linear.pad_rows` says why) and drops the padding at
+the end. Layer indices are 0-based.
 """
 
 from dataclasses import dataclass
@@ -98,7 +98,8 @@ class KimiDecoderLayer(nn.Module):
         metadata: ForwardMetadata | None,
         cache: LayerCaches | None,
     ) -> Tensor:
-        """The running sum after the layer; appends to `snapshots` where a block starts. metadata None = training."""
+        """The running sum after the layer; appends to `snapshots` where a block starts. metadata None =
+        training."""
         num_tokens = None if metadata is None else metadata.num_tokens
         if self.self_attention_res is None:
             prefix = prefix + self._attend(prefix, metadata, cache)
@@ -127,7 +128,8 @@ class KimiModel(nn.Module):
     def forward(
         self, input_ids: Tensor, metadata: ForwardMetadata | None = None, cache: LayerCaches | None = None
     ) -> Tensor:
-        """Normalised hidden states of input_ids: [rows] with metadata and cache, [B, T] in training -> [.., hidden]."""
+        """Normalised hidden states of input_ids: [rows] with metadata and cache, [B, T] in training -> [..,
+        hidden]."""
         prefix = F.embedding(input_ids, self.embed_tokens)
         snapshots: list[Tensor] = []
         for layer in self.layers:

@@ -3,9 +3,9 @@
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from tensorrt_llm._torch.modules.pointwise import sigmoid, silu, tanh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ class GatedActivation:
         """gate_up [..., 2I], gate first -> [..., I]."""
         gate, up = gate_up.float().chunk(2, dim=-1)
         if self.situ_beta is None:
-            return (F.silu(gate) * up).to(gate_up.dtype)
-        gate = self.situ_beta * torch.tanh(gate / self.situ_beta) * torch.sigmoid(gate)
+            return (silu(gate) * up).to(gate_up.dtype)
+        gate = self.situ_beta * tanh(gate / self.situ_beta) * sigmoid(gate)
         if self.situ_linear_beta is not None:
-            up = self.situ_linear_beta * torch.tanh(up / self.situ_linear_beta)
+            up = self.situ_linear_beta * tanh(up / self.situ_linear_beta)
         return (gate * up).to(gate_up.dtype)

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention residuals: a learned mix over depth in place of the plain residual stream.
 
-Two things flow between layers: the running sum p [rows, hidden] of the layers since the last snapshot, and the
-snapshots [rows, hidden] taken every `block_size` layers. Each site mixes snapshots and p per row with a softmax
-over depth; its query is a learned vector, not the token.
+Two things flow between layers: the running sum p [rows, hidden] of the layers since the last snapshot, and
+the snapshots [rows, hidden] taken every `block_size` layers. Each site mixes snapshots and p per row with a
+softmax over depth; its query is a learned vector, not the token.
 """
 
 import torch
 from torch import Tensor, nn
 
+from tensorrt_llm._torch.modules.pointwise import exp
 from tensorrt_llm._torch.modules.rms_norm import inverse_rms
 
 
@@ -29,4 +30,5 @@ class AttentionResidual(nn.Module):
         stack = torch.stack(candidates).float()
         query = self.norm.float() * self.proj[0].float()
         scores = (stack * query).sum(-1, keepdim=True) * inverse_rms(stack, self.eps)
-        return (torch.softmax(scores, dim=0) * stack).sum(0).to(candidates[0].dtype)
+        weights = exp(scores - scores.amax(0, keepdim=True))
+        return ((weights / weights.sum(0)) * stack).sum(0).to(candidates[0].dtype)

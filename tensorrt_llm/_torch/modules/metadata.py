@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 PREFILL_ALIGNMENT_TOKENS = 64
-"""Prompts are cut at multiples of this from their start, so that a prompt's result does not depend on the chunk size."""
+"""Prompts are cut at multiples of this from their start, so that a prompt's result does not depend on the
+chunk size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,8 @@ class LayerCaches(Protocol):
         ...
 
     def mamba_layer_cache(self, layer_idx: int) -> Any:
-        """The recurrent state and conv buffers of a layer, one row a slot (`kda.verify_scheme.KdaLayerCache`)."""
+        """The recurrent state and conv buffers of a layer, one row a slot
+        (`kda.verify_scheme.KdaLayerCache`)."""
         ...
 
 

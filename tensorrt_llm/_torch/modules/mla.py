@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention without rotary embedding, over a paged cache of latents.
 
-A token's cache row is [c | k_r]: the normalised latent c [rank] and the rope key k_r [rope] that all heads share and
-nobody rotates (NoPE). Attention runs in the absorbed form: the query's nope half goes through the key half of
-kv_b, and the latent-space output through its value half, so one latent row serves every head.
+A token's cache row is [c | k_r]: the normalised latent c [rank] and the rope key k_r [rope] that all heads
+share and nobody rotates (NoPE). Attention runs in the absorbed form: the query's nope half goes through the
+key half of kv_b, and the latent-space output through its value half, so one latent row serves every head.
 
-Scores are taken page by page, and the pages' partial sums are added in order, so that a token's result does not
-depend on how many tokens or requests run beside it: a page that lies wholly in a token's future adds exact zeros.
+Scores are taken page by page, and the pages' partial sums are added in order, so that a token's result does
+not depend on how many tokens or requests run beside it: a page that lies wholly in a token's future adds
+exact zeros.
 
 Shapes: R rows, H heads, T tokens of one request, n pages of p tokens, L = rank + rope.
 """
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 from tensorrt_llm._torch.modules.linear import FusedLinear, pad_rows
 from tensorrt_llm._torch.modules.metadata import ForwardMetadata
+from tensorrt_llm._torch.modules.pointwise import exp, sigmoid
 from tensorrt_llm._torch.modules.rms_norm import RMSNorm
 
 
@@ -101,7 +103,7 @@ class LatentAttention(nn.Module):
     def _finish(self, heads: Tensor, gate: Tensor | None) -> Tensor:
         """heads [R, H * v] -> [R, hidden]."""
         if gate is not None:
-            heads = heads * torch.sigmoid(gate)
+            heads = heads * sigmoid(gate)
         return F.linear(heads, self.o_proj)
 
     def forward(self, x: Tensor, metadata: ForwardMetadata, pool: Tensor) -> Tensor:
@@ -124,18 +126,19 @@ class LatentAttention(nn.Module):
         return self._finish(heads.flatten(1), gate)
 
     def _attend(self, query: Tensor, latents: Tensor, pages: Tensor, position: int) -> Tensor:
-        """query [T, H, L] at positions `position`.. over the request's pages -> latent outputs [T, H, rank]."""
+        """query [T, H, L] at positions `position`.. over its pages -> latent outputs [T, H, rank]."""
         T, H, L = query.shape
         p = latents.shape[1]
         n = -(-(position + T) // p)
         keys = latents.index_select(0, pages[:n])
+        keys.view(n * p, L)[position + T :] = 0  # a page's unwritten rest may hold anything, NaN included
         rows = pad_rows(query.reshape(T * H, L))
         scores = torch.bmm(rows.expand(n, -1, -1), keys.mT)[:, : T * H].float().view(n, T, H, p)
         device = query.device
         key_position = torch.arange(n * p, device=device).view(n, 1, 1, p)
         token_position = torch.arange(position, position + T, device=device).view(1, T, 1, 1)
         scores = scores.masked_fill(key_position > token_position, -torch.inf)
-        weights = (scores - scores.amax(dim=(0, 3), keepdim=True)).exp()
+        weights = exp(scores - scores.amax(dim=(0, 3), keepdim=True))
         weighted = pad_rows(weights.view(n, T * H, p).transpose(0, 1)).transpose(0, 1).to(keys.dtype)
         values = torch.bmm(weighted.contiguous(), keys[..., : self.config.kv_lora_rank])[:, : T * H].float()
         partial = torch.cat((values.view(n, T, H, -1), weights.sum(-1, keepdim=True)), dim=-1)
@@ -145,7 +148,10 @@ class LatentAttention(nn.Module):
         return (total[..., :-1] / total[..., -1:]).to(query.dtype)
 
     def forward_dense(self, x: Tensor) -> Tensor:
-        """Whole sequences at once without a cache, for training: x [B, T, hidden] -> [B, T, hidden], causal."""
+        """Whole sequences at once without a cache, for training: x [B, T, hidden] -> [B, T, hidden].
+
+        Causal, differentiable.
+        """
         B, T, _ = x.shape
         c = self.config
         query, row, gate = self._project(x.flatten(0, 1))

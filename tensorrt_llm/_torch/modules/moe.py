@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Feed-forward blocks: the dense MLP, and routed experts in a latent width beside a shared expert.
 
-Router: s = sigmoid(x W^T) in fp32; the chosen experts are the top ones of s + bias, their weights s alone, so the
-bias steers selection and nothing else. The latent norm comes after the weighted sum over experts.
+Router: s = sigmoid(x W^T) in fp32; the chosen experts are the top ones of s + bias, their weights s alone, so
+the bias steers selection and nothing else. The latent norm comes after the weighted sum over experts.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from tensorrt_llm._torch.modules.activation import GatedActivation
 from tensorrt_llm._torch.modules.linear import aligned_linear
+from tensorrt_llm._torch.modules.pointwise import sigmoid
 from tensorrt_llm._torch.modules.rms_norm import RMSNorm
 
 
@@ -59,11 +60,12 @@ class LatentMoE(nn.Module):
         super().__init__()
         self.config = config
         self.activation = activation
-        E, I, width = config.num_experts, config.intermediate_size, config.latent_dim or hidden_size
+        E, inner, width = config.num_experts, config.intermediate_size, config.latent_dim or hidden_size
         self.router = nn.Parameter(torch.zeros(E, hidden_size, dtype=dtype))
         self.register_buffer("selection_bias", torch.zeros(E))
-        self.gate_up = nn.Parameter(torch.zeros(E, 2 * I, width, dtype=dtype))
-        self.down = nn.Parameter(torch.zeros(E, width, I, dtype=dtype))
+        self.register_buffer("expert_load", torch.zeros(E), persistent=False)
+        self.gate_up = nn.Parameter(torch.zeros(E, 2 * inner, width, dtype=dtype))
+        self.down = nn.Parameter(torch.zeros(E, width, inner, dtype=dtype))
         self.to_latent = self.from_latent = self.latent_norm = self.shared = None
         if config.latent_dim is not None:
             self.to_latent = nn.Parameter(torch.zeros(width, hidden_size, dtype=dtype))
@@ -91,7 +93,7 @@ class LatentMoE(nn.Module):
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [R, hidden] -> chosen experts int64 [R, k] and their weights fp32 [R, k]."""
-        scores = torch.sigmoid(F.linear(x.float(), self.router.float()))
+        scores = sigmoid(F.linear(x.float(), self.router.float()))
         experts = (scores + self.selection_bias).topk(self.config.experts_per_token, dim=-1).indices
         weights = scores.gather(-1, experts)
         if self.config.renormalize:
@@ -99,7 +101,10 @@ class LatentMoE(nn.Module):
         return experts, weights * self.config.routed_scaling_factor
 
     def forward(self, x: Tensor, num_tokens: int) -> Tensor:
-        """x [R, hidden] -> [R, hidden]. Only the first `num_tokens` rows are routed; padding gets no experts."""
+        """x [R, hidden] -> [R, hidden].
+
+        Only the first `num_tokens` rows are routed; padding gets no experts.
+        """
         experts, weights = self.route(x)
         latent = x if self.to_latent is None else F.linear(x, self.to_latent)
         routed = torch.zeros_like(latent)
@@ -114,7 +119,8 @@ class LatentMoE(nn.Module):
         return routed if self.shared is None else routed + self.shared(x)
 
     def _run_experts(self, latent: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum over each row's experts [n, width]: rows grouped by expert, summed in the row's order."""
+        """The weighted sum over each row's experts [n, width]: rows grouped by expert, summed in the row's
+        order."""
         n, k = experts.shape
         chosen = experts.flatten()
         order = chosen.argsort(stable=True)
@@ -130,10 +136,16 @@ class LatentMoE(nn.Module):
         return (outputs.view(n, k, -1).float() * weights.unsqueeze(-1)).sum(1).to(latent.dtype)
 
     def forward_dense(self, x: Tensor) -> Tensor:
-        """Every expert on every row, for training: no gathering, fixed shapes. x [R, hidden] -> [R, hidden]."""
-        experts, weights = self.route(x)
+        """Every expert on every row, for training: no gathering, fixed shapes. x [R, hidden] -> [R, hidden].
+
+        Adds the rows each expert was chosen for to `expert_load` [E], which whoever balances the router
+        zeroes.
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            experts, weights = self.route(x)
         latent = x if self.to_latent is None else F.linear(x, self.to_latent)
         share = weights.new_zeros(x.shape[0], self.config.num_experts).scatter(-1, experts, weights)
+        self.expert_load += (share.detach() > 0).sum(0)
         hidden = self.activation(torch.matmul(latent, self.gate_up.mT))
         routed = (torch.matmul(hidden, self.down.mT) * share.T.unsqueeze(-1)).sum(0).to(latent.dtype)
         return self._finish(x, routed)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KDA block (Kimi Delta Attention): projections, short convolution, recurrence, gated norm, output.
 
-The fused projection's row is q | k | v | gate | f_a | b | pad, the layout the kernels read; Kimi Linear's low-rank
-gate has g_a in place of the gate columns. Prompts run in blocks of 64 tokens from their start through the chunked
-form, generation rounds through the verify scheme (or, without speculation, through one-token decode).
+The fused projection's row is q | k | v | gate | f_a | b | pad, the layout the kernels read; Kimi Linear's
+low-rank gate has g_a in place of the gate columns. Prompts run in blocks of 64 tokens from their start
+through the chunked form, generation rounds through the verify scheme (or, without speculation, through one-
+token decode).
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,8 @@ class KdaConfig:
 
 
 class KimiDeltaAttention(nn.Module):
-    """One KDA layer. `verify_scheme` None means that no drafts are verified: generation runs one token a step."""
+    """One KDA layer. `verify_scheme` None means that no drafts are verified: generation runs one token a
+    step."""
 
     def __init__(self, config: KdaConfig, hidden_size: int, eps: float, dtype: torch.dtype):
         super().__init__()
@@ -105,7 +107,8 @@ class KimiDeltaAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, metadata: ForwardMetadata, cache: Any) -> Tensor:
-        """x [R, hidden], R a multiple of 4 -> [R, hidden]; updates the slots of the batch's requests in `cache`."""
+        """x [R, hidden], R a multiple of 4 -> [R, hidden]; updates the slots of the batch's requests in
+        `cache`."""
         rows, weights = self._rows(self.in_proj(x)), self.weights()
         out = x.new_zeros(x.shape[0], self.config.num_heads, self.config.head_dim)
         for chunk in metadata.contexts:
@@ -122,7 +125,8 @@ class KimiDeltaAttention(nn.Module):
         return F.linear(out.flatten(1), self.o_proj)
 
     def _prefill(self, rows: KdaRows, weights: KdaWeights, chunk: ContextChunk, cache: Any) -> Tensor:
-        """One prompt chunk: outputs [T, H, V]; writes the slot's state and conv window (zeros before token 0)."""
+        """One prompt chunk: outputs [T, H, V]; writes the slot's state and conv window (zeros before token
+        0)."""
         slot, width = chunk.slot, weights.conv_width
         if chunk.position_start == 0:
             state = torch.zeros_like(cache.temporal[slot])
@@ -149,10 +153,11 @@ class KimiDeltaAttention(nn.Module):
         """Whole sequences at once without a cache, for training: x [B, T, hidden] -> [B, T, hidden]."""
         B, T, _ = x.shape
         rows, weights = self._rows(self.in_proj(x)), self.weights()
-        sequence = F.pad(rows.qkv, (0, 0, weights.conv_width - 1, 0))
-        tokens = prepare_tokens(sequence, rows.f, rows.b, weights)
         H, K = weights.num_heads, weights.head_dim
-        state = torch.zeros(B, H, K, K, device=x.device, dtype=tokens.q.dtype)
-        o, _ = chunk_kda(tokens, state, weights.lower_bound)
-        gated = gated_norm(o, rows.gate.view(B, T, H, K), weights)
-        return F.linear(gated.flatten(2).to(x.dtype), self.o_proj)
+        with torch.autocast(x.device.type, enabled=False):
+            sequence = F.pad(rows.qkv, (0, 0, weights.conv_width - 1, 0))
+            tokens = prepare_tokens(sequence, rows.f, rows.b, weights)
+            state = torch.zeros(B, H, K, K, device=x.device, dtype=tokens.q.dtype)
+            o, _ = chunk_kda(tokens, state, weights.lower_bound)
+            gated = gated_norm(o, rows.gate.view(B, T, H, K), weights)
+        return F.linear(gated.flatten(2), self.o_proj)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tensorrt_llm._torch.modules.kda.recurrence import KdaTokens
+from tensorrt_llm._torch.modules.pointwise import exp
 
 CHUNK_TOKENS = 16
 _MAX_EXPONENT = 80.0
@@ -27,7 +28,8 @@ _MAX_EXPONENT = 80.0
 def _unit_lower_inverse(strict_lower: Tensor) -> Tensor:
     """(I + A)^-1 of A [..., C, C] strictly lower, C a power of two, by joining inverses of diagonal blocks.
 
-    [[X, 0], [Z, Y]]^-1 = [[X^-1, 0], [-Y^-1 Z X^-1, Y^-1]]: log2(C) steps of batched products, differentiable.
+    [[X, 0], [Z, Y]]^-1 = [[X^-1, 0], [-Y^-1 Z X^-1, Y^-1]]: log2(C) steps of batched products,
+    differentiable.
     """
     C = strict_lower.shape[-1]
     lead = strict_lower.shape[:-2]
@@ -53,8 +55,8 @@ def _pair_products(left: Tensor, right: Tensor, G: Tensor, factored: bool) -> Te
     """
     if factored:
         middle = G[..., CHUNK_TOKENS // 2 - 1 : CHUNK_TOKENS // 2, :]
-        return (left * (G - middle).exp()) @ (right * (middle - G).exp()).mT
-    decay = (G.unsqueeze(-2) - G.unsqueeze(-3)).clamp(max=0).exp()
+        return (left * exp(G - middle)) @ (right * exp(middle - G)).mT
+    decay = exp((G.unsqueeze(-2) - G.unsqueeze(-3)).clamp(max=0))
     return (left.unsqueeze(-2) * right.unsqueeze(-3) * decay).sum(-1)
 
 
@@ -66,8 +68,8 @@ def _chunked(x: Tensor) -> Tensor:
 def chunk_kda(tokens: KdaTokens, state: Tensor, lower_bound: float | None = None) -> tuple[Tensor, Tensor]:
     """The outputs [..., T, H, V] and the last state [..., H, V, K] of T tokens that start at `state`.
 
-    `lower_bound` is the least log-decay of one token where the gate has one. Differentiable; nothing is mutated.
-    A T that is no multiple of 16 is filled up with tokens that change nothing (k = 0, no decay).
+    `lower_bound` is the least log-decay of one token where the gate has one. Differentiable; nothing is
+    mutated. A T that is no multiple of 16 is filled up with tokens that change nothing (k = 0, no decay).
     """
     T = tokens.q.shape[-3]
     fill = -T % CHUNK_TOKENS
@@ -81,11 +83,11 @@ def chunk_kda(tokens: KdaTokens, state: Tensor, lower_bound: float | None = None
     A = _pair_products(k, beta_k, G, factored).tril(-1)
     B = _pair_products(q, beta_k, G, factored).tril()
     inverse = _unit_lower_inverse(A)
-    gamma = G.exp()
+    gamma = exp(G)
     U, W = inverse @ v, inverse @ (gamma * k)
     last = G[..., -1:, :]
-    keys_out = beta_k * (last - G).exp()
-    gamma_last = last.exp()
+    keys_out = beta_k * exp(last - G)
+    gamma_last = exp(last)
     states, innovations = [], []
     for c in range(G.shape[-3]):
         vn = U[..., c, :, :] - W[..., c, :, :] @ state.mT

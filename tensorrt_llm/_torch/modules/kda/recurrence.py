@@ -2,7 +2,8 @@
 """The KDA recurrence, token by token: the definition that every faster form is checked against.
 
 Shapes: N requests, T tokens, H heads, K = V = head width, D = H * K channels, W conv width, M drafts.
-A state S is [..., H, V, K], K contiguous, fp32. One token does (arXiv 2510.26692, with the decay folded into the dot product)
+A state S is [..., H, V, K], K contiguous, fp32. One token does (arXiv 2510.26692, with the decay folded into
+the dot product)
 
     vn = v - S (decay * k)          row innovation,  [H, V]
     S  = fma(decay, S, vn * (beta k)^T)              the product is rounded first
@@ -18,7 +19,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from tensorrt_llm._torch.modules.pointwise import exp, sigmoid, silu, softplus
 
 L2_NORM_EPS = 1e-6
 
@@ -27,9 +29,9 @@ L2_NORM_EPS = 1e-6
 class KdaWeights:
     """What a layer's core needs beside its input rows.
 
-    conv [W, 3D] fp32: taps of q | k | v, oldest first. f_b [D, K] in the model's dtype. a_log [H], dt_bias [D] and norm [V]
-    fp32. `lower_bound` None selects the softplus gate of Kimi Linear, a negative number the bounded gate of
-    Kimi K3.
+    conv [W, 3D] fp32: taps of q | k | v, oldest first. f_b [D, K] in the model's dtype. a_log [H], dt_bias
+    [D] and norm [V] fp32. `lower_bound` None selects the softplus gate of Kimi Linear, a negative number the
+    bounded gate of Kimi K3.
     """
 
     num_heads: int
@@ -83,7 +85,8 @@ def _fma_in_double(decay: Tensor, state: Tensor, product: Tensor) -> Tensor:
 
 @cache
 def _addcmul_is_fused(device_type: str) -> bool:
-    """Whether `torch.addcmul` rounds once on this device, found by trying it on the shapes the recurrence uses."""
+    """Whether `torch.addcmul` rounds once on this device, found by trying it on the shapes the recurrence
+    uses."""
     gen = torch.Generator().manual_seed(0)
     decay, state, product = (
         torch.randn(shape, generator=gen) for shape in ((2, 1, 128), (2, 128, 128), (2, 128, 128))
@@ -110,7 +113,7 @@ def apply_record(state: Tensor, record: KdaRecord) -> Tensor:
 
 def make_record(state: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> KdaRecord:
     """The record of one token that arrives at `state` [..., H, V, K]."""
-    decay = log_decay.exp()
+    decay = exp(log_decay)
     vn = v - (state * (decay * k).unsqueeze(-2)).sum(-1)
     return KdaRecord(vn, beta.unsqueeze(-1) * k, decay)
 
@@ -139,8 +142,8 @@ def log_decay(f: Tensor, weights: KdaWeights) -> Tensor:
     logits = (f.to(weights.dt_bias.dtype) + weights.dt_bias).view(shape)
     slope = weights.a_log.exp().unsqueeze(-1)
     if weights.lower_bound is None:
-        return -slope * F.softplus(logits)
-    return weights.lower_bound * torch.sigmoid(slope * logits)
+        return -slope * softplus(logits)
+    return weights.lower_bound * sigmoid(slope * logits)
 
 
 def short_conv(sequence: Tensor, taps: Tensor) -> Tensor:
@@ -153,7 +156,7 @@ def short_conv(sequence: Tensor, taps: Tensor) -> Tensor:
     out = sequence[..., :num_tokens, :] * taps[0]
     for w in range(1, width):
         out = torch.addcmul(out, sequence[..., w : w + num_tokens, :], taps[w])
-    return F.silu(out)
+    return silu(out)
 
 
 def _l2_normalize(x: Tensor) -> Tensor:
@@ -175,7 +178,7 @@ def prepare_tokens(sequence: Tensor, f: Tensor, b: Tensor, weights: KdaWeights) 
         k=qk[..., 1, :, :],
         v=mixed[..., 2, :, :],
         log_decay=log_decay(f, weights),
-        beta=torch.sigmoid(b.to(weights.conv.dtype)),
+        beta=sigmoid(b.to(weights.conv.dtype)),
     )
 
 
@@ -188,4 +191,4 @@ def gated_norm(o: Tensor, gate: Tensor, weights: KdaWeights) -> Tensor:
     rounded = o.to(gate.dtype).to(weights.norm.dtype)
     variance = rounded.square().mean(-1, keepdim=True)
     normed = rounded * torch.rsqrt(variance + weights.norm_eps) * weights.norm
-    return (normed * torch.sigmoid(gate.to(weights.norm.dtype))).to(gate.dtype)
+    return (normed * sigmoid(gate.to(weights.norm.dtype))).to(gate.dtype)

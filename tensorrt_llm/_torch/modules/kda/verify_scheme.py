@@ -110,8 +110,8 @@ class KdaLayerCache(Protocol):
 class KdaRows:
     """Input rows of the core, N*T of them in a verify group.
 
-    proj [rows, columns] is the fused projection's output as the kernels read it; qkv [rows, 3D] raw, gate [rows, D],
-    f [rows, D] and b [rows, H] logits are its parts, f after f_b.
+    proj [rows, columns] is the fused projection's output as the kernels read it; qkv [rows, 3D] raw, gate
+    [rows, D], f [rows, D] and b [rows, H] logits are its parts, f after f_b.
     """
 
     proj: Tensor
@@ -189,7 +189,8 @@ def store_window(cache: KdaLayerCache, slot: int, window: Tensor) -> None:
 
 
 def sync_window(cache: KdaLayerCache, slot_ids: Sequence[int]) -> None:
-    """Copy the committed window of `cache.conv` into columns 0..W-2 of the extended windows (after a prefill chunk)."""
+    """Copy the committed window of `cache.conv` into columns 0..W-2 of the extended windows (after a prefill
+    chunk)."""
     for slot in slot_ids:
         store_window(cache, slot, cache.conv[slot].T.to(torch.float32))
 
@@ -197,7 +198,8 @@ def sync_window(cache: KdaLayerCache, slot_ids: Sequence[int]) -> None:
 def decode(rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slot_ids: Sequence[int]) -> Tensor:
     """One token for each slot, without drafts: gated output [rows, H, V].
 
-    Starts from the pool's state and `cache.conv` and updates both in place; legal only when nothing is pending.
+    Starts from the pool's state and `cache.conv` and updates both in place; legal only when nothing is
+    pending.
     """
     N = len(slot_ids)
     slots = torch.tensor(slot_ids, device=rows.qkv.device)
