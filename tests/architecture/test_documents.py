@@ -74,7 +74,8 @@ def test_commands_exist_and_are_listed() -> None:
 
 
 def test_every_source_carries_the_licence_line() -> None:
-    sources = [p for part in ("tensorrt_llm", "tests", "tools") for p in (ROOT / part).rglob("*.py")]
+    parts = ("tensorrt_llm", "tests", "tools", "benchmarks", "examples")
+    sources = [path for part in parts for path in (ROOT / part).rglob("*.py")]
     bare = [
         source.relative_to(ROOT).as_posix()
         for source in sources
