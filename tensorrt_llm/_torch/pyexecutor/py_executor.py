@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tensorrt_llm import logger
 from tensorrt_llm._torch.pyexecutor.description import ExecutorDescription
@@ -80,6 +80,13 @@ class LoopOptions:
     max_stats_len: int = 1000
 
 
+class _Outgoing(NamedTuple):
+    """A response and where it goes."""
+
+    callback: ResponseCallback
+    response: ExecutorResponse
+
+
 class PyExecutor:
     """Runs requests on a model engine and a cache manager. All public methods but `run_step` are thread-safe.
 
@@ -113,6 +120,7 @@ class PyExecutor:
         )
         self._inbox = Inbox()
         self._callbacks: dict[int, ResponseCallback] = {}
+        self._outgoing: list[_Outgoing] = []
         self._iteration = 0
         self._thread: threading.Thread | None = None
         self._is_shut_down = False
@@ -183,8 +191,10 @@ class PyExecutor:
         self._answer_all(RequestFailure(kind=FailureKind.FATAL, message=message))
 
     def run_step(self) -> bool:
-        """Run one iteration on the caller's thread, for tests of an executor not started. False if
-        idle after it.
+        """Run one iteration on the caller's thread, for an executor that was not started. False if idle
+        after it.
+
+        Responses are sent last: whoever has one sees resources and statistics as they are after the step.
         """
         summary = StepSummary(iteration=self._iteration, started_at=time.time())
         started = time.perf_counter()
@@ -202,6 +212,7 @@ class PyExecutor:
         summary.kv_cache = self._cache.get_kv_cache_stats()
         summary.latency_s = time.perf_counter() - started
         self._stats.record(summary)
+        self._send_responses()
         return self._scheduler.has_requests
 
     def _take_mail(self, summary: StepSummary) -> None:
@@ -251,9 +262,8 @@ class PyExecutor:
         response = req.response(emission.token_ids, emission.logprobs, emission.finish, emission.error)
         if response.is_final:
             self._end(req, response, summary)
-        elif not _send(self._callbacks[req.py_request_id], response):
-            self._release(req)
-            summary.num_completed += 1
+        else:
+            self._outgoing.append(_Outgoing(self._callbacks[req.py_request_id], response))
 
     def _draft(self, batch: ScheduledRequests, summary: StepSummary) -> None:
         """Draft for the requests that go on generating."""
@@ -282,11 +292,19 @@ class PyExecutor:
         self._end(victim, victim.response(error=failure), summary)
 
     def _end(self, req: LlmRequest, response: ExecutorResponse, summary: StepSummary) -> None:
-        """Give back what the request holds, then send its last response."""
-        callback = self._callbacks[req.py_request_id]
+        """Give back what the request holds and queue its last response."""
+        self._outgoing.append(_Outgoing(self._callbacks[req.py_request_id], response))
         self._release(req)
         summary.num_completed += 1
-        _send(callback, response)
+
+    def _send_responses(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        for callback, response in outgoing:
+            if _send(callback, response) or response.is_final:
+                continue
+            req = self._scheduler.find(response.request_id)
+            if req is not None:
+                self._release(req)
 
     def _release(self, req: LlmRequest) -> None:
         """Forget an open request everywhere and free its slot and pages."""
@@ -301,6 +319,7 @@ class PyExecutor:
 
     def _answer_all(self, failure: RequestFailure) -> None:
         """Answer every open request with the failure. What they hold stays until the cache is shut down."""
+        self._send_responses()
         self._register(self._inbox.take().submissions)
         for request_id, callback in self._callbacks.items():
             req = self._scheduler.find(request_id)

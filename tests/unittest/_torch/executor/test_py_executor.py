@@ -370,7 +370,6 @@ def test_a_raising_callback_drops_its_request_only(at: str) -> None:
     served = rig.submit(make_request(1))
     rig.run()
     assert served.last.finish_reason == "length"
-    assert rig.executor.snapshot().num_requests_completed_total == 2
 
 
 def test_a_raising_drafter_fails_its_request_only() -> None:
@@ -461,6 +460,9 @@ def test_the_thread_serves_cancels_and_stops() -> None:
         rig.executor.submit(request, waiter)
     for waiter in waiters:
         waiter.wait()
+    snapshot = rig.executor.snapshot()
+    assert (snapshot.num_requests_running, snapshot.used_pages) == (0, 0), "answered before it was counted"
+    assert snapshot.num_requests_completed_total == 12
     assert {i: waiter.token_ids for i, waiter in enumerate(waiters)} == plain_texts(requests)
     assert rig.executor.is_healthy
     long, cut = Waiter(), Waiter()
@@ -476,6 +478,21 @@ def test_the_thread_serves_cancels_and_stops() -> None:
     assert rig.cache.is_shut_down
     with pytest.raises(ExecutorUnhealthyError, match="shut down"):
         rig.executor.submit(make_request(52), cut)
+    rig.executor.shutdown()
+
+
+def test_a_cancellation_taken_in_the_step_that_fails_is_still_answered() -> None:
+    rig = make_rig()
+    rig.model.fail_on_forward = 0
+    cancelled, failed = Waiter(), Waiter()
+    rig.executor.submit(make_request(0), cancelled)
+    rig.executor.submit(make_request(1), failed)
+    rig.executor.cancel(0)
+    rig.executor.start()
+    failed.wait()
+    cancelled.wait()
+    assert cancelled.last.finish_reason == "cancelled"
+    assert failed.last.error is not None
     rig.executor.shutdown()
 
 
