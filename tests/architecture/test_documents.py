@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0\n"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
 
@@ -79,6 +80,6 @@ def test_every_source_carries_the_licence_line() -> None:
     bare = [
         source.relative_to(ROOT).as_posix()
         for source in sources
-        if not source.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
+        if source.stat().st_size and not source.read_text().startswith(LICENCE_LINE)
     ]
     assert bare == []
