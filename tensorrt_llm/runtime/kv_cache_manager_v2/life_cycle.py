@@ -51,9 +51,13 @@ def life_cycle_of(layer: LayerConfig, tokens_per_block: int) -> LifeCycle:
 
 
 class LifeCycleRegistry:
-    """The distinct life cycles of a model, numbered in order of first appearance in the layer list."""
+    """The distinct life cycles of a model, numbered in order of first appearance in the layer list.
 
-    __slots__ = ("_of_layer", "_values")
+    attention: those that keep pages of tokens; windowed: those of them with a window. ssm_id: the one of
+    recurrent states, or None.
+    """
+
+    __slots__ = ("_of_layer", "_values", "attention", "ssm_id", "windowed")
 
     def __init__(self, layers: Sequence[LayerConfig], tokens_per_block: int) -> None:
         ids: dict[LifeCycle, LifeCycleId] = {}
@@ -62,6 +66,13 @@ class LifeCycleRegistry:
             value = life_cycle_of(layer, tokens_per_block)
             self._of_layer[layer.layer_id] = ids.setdefault(value, LifeCycleId(len(ids)))
         self._values = tuple(ids)
+        self.attention = tuple(
+            (index, value) for index, value in self.items() if isinstance(value, AttnLifeCycle)
+        )
+        self.windowed = tuple(
+            (index, value) for index, value in self.attention if value.window_size is not None
+        )
+        self.ssm_id = next((index for index, value in self.items() if isinstance(value, SsmLifeCycle)), None)
 
     def __len__(self) -> int:
         return len(self._values)
@@ -74,14 +85,6 @@ class LifeCycleRegistry:
 
     def items(self) -> Iterator[tuple[LifeCycleId, LifeCycle]]:
         return ((LifeCycleId(index), value) for index, value in enumerate(self._values))
-
-    def attention_items(self) -> Iterator[tuple[LifeCycleId, AttnLifeCycle]]:
-        return ((index, value) for index, value in self.items() if isinstance(value, AttnLifeCycle))
-
-    @property
-    def ssm_id(self) -> LifeCycleId | None:
-        """The id of the one SSM life cycle, or None."""
-        return next((index for index, value in self.items() if isinstance(value, SsmLifeCycle)), None)
 
     def of_layer(self, layer: LayerId) -> LifeCycleId:
         """Return the life cycle of `layer`; KeyError for an unknown layer."""

@@ -2,35 +2,59 @@
 """`KVCacheManager`: the storage of one rank, its sizes and addresses, and the caches of its requests."""
 
 import math
-from collections.abc import Hashable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 import torch
 
-from ._math import float32
-from ._types import GPU_LEVEL, CacheLevel, CacheTier, LayerGroupId, LayerId, MemAddress, PageIndexMode
-from .cache import PriorityCallback, _KVCache
-from .config import KVCacheManagerConfig
-from .errors import LogicError, MisuseError, ResourceBusyError
+from ._math import cdiv, float32
+from ._types import (
+    GPU_LEVEL,
+    CacheLevel,
+    CacheTier,
+    LayerGroupId,
+    LayerId,
+    MemAddress,
+    PageIndexMode,
+)
+from .cache import _KVCache
+from .committer import PriorityCallback
+from .config import BatchDesc, KVCacheDesc, KVCacheManagerConfig
+from .errors import MisuseError, OutOfMemoryError, ResourceBusyError
+from .events import KVCacheEventManager
+from .integrity import check_storage, check_tree
 from .layout import BufferAttr, PageIndexConverter, PoolGroupDesc, build_layout
 from .life_cycle import AttnLifeCycle, LifeCycleRegistry
+from .matching import PrefixMatch, PrefixMatcher
+from .page import Page
+from .pools import make_backend
+from .quota import batch_slots, split_tier
+from .rebalance import RatioTracker
+from .reuse_tree import ReuseTree, SilentTreeListener, pack_tokens
+from .stats import KVCacheIterationStats, LifeCycleStats, LookupStats, StatsCollector
 from .storage import Storage, StorageStatistics
+from .storage_resize import set_num_slots
 
 
 class KVCacheManager:
     """Owns the memory of all tiers and hands out per-request caches.
 
-    `device`: where level 0 lives, "cuda" or "cpu". Raises MisuseError (a ValueError) for a configuration
-    that cannot work and OutOfMemoryError when memory is refused; then nothing stays allocated.
+    `event_manager`: told about everything that can be reused. `device`: where level 0 lives, "cuda" or
+    "cpu". `clock`: seconds, for the rebalance cooldown. Raises MisuseError (a ValueError) for a
+    configuration that cannot work and OutOfMemoryError when memory is refused; then nothing stays
+    allocated.
     """
 
     def __init__(
         self,
         config: KVCacheManagerConfig,
-        event_manager: None = None,
+        event_manager: KVCacheEventManager | None = None,
         cold_page_codec: None = None,
         *,
         device: str = "cuda",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if cold_page_codec is not None:
             raise MisuseError(
@@ -40,14 +64,30 @@ class KVCacheManager:
         self.device = torch.device(device)
         self.life_cycles = LifeCycleRegistry(config.layers, config.tokens_per_block)
         self._layout = build_layout(config.layers, self.life_cycles, config.tokens_per_block)
-        self.storage = Storage(self._config, self._layout)
-        self._growing_groups = {
-            self._layout.group_of[index]
-            for index, value in self.life_cycles.items()
-            if isinstance(value, AttnLifeCycle)
-        }
+        groups = self._layout.pool_groups
+        slot_bytes = tuple(groups[group].slot_bytes for group in self._layout.group_of)
+        self._stats = StatsCollector(len(self.life_cycles), len(config.cache_tiers), slot_bytes)
+        self._event_manager = event_manager
+        listener = self._stats if event_manager is None else _StatsAndEvents(self._stats, event_manager)
+        self.storage = Storage(self._config, self._layout, make_backend(self.device), listener)
+        self.tree = ReuseTree(
+            config.tokens_per_block, self.life_cycles, event_manager or SilentTreeListener()
+        )
+        self.storage.unlink = self.tree.unlink
+        self._matcher = PrefixMatcher(
+            self.tree,
+            self.life_cycles,
+            allows_partial=config.enable_partial_reuse,
+            backoff_tokens=config.reuse_match_backoff,
+        )
+        self._ratios = RatioTracker(config, [group.slot_bytes for group in groups], clock)
+        self._growing_groups = {self._layout.group_of[index] for index, _ in self.life_cycles.attention}
         self._caches: dict[int, _KVCache] = {}
         self._is_open = True
+        if event_manager is not None:
+            event_manager.start(self._num_slots_by_level(), self._window_sizes())
+
+    # Configuration
 
     @property
     def init_config(self) -> KVCacheManagerConfig:
@@ -75,6 +115,8 @@ class KVCacheManager:
     def num_open_caches(self) -> int:
         return len(self._caches)
 
+    # Requests
+
     def create_kv_cache(
         self,
         reuse_scope: Hashable = None,
@@ -85,15 +127,99 @@ class KVCacheManager:
         text_only: bool = False,
         enable_request_stats: bool = False,
     ) -> _KVCache:
-        """Return a new, suspended cache."""
+        """Return a new, suspended cache that starts from the longest reusable prefix of `input_tokens`.
+
+        The prefix never covers the whole prompt of `expected_prompt_length` tokens (default: the input
+        tokens), since at least one token must be computed to get logits. Its length is
+        `num_committed_tokens`. Prefixes are shared within a `reuse_scope`. Without `input_tokens` nothing
+        is reused. `custom_priority_callback` ranks each block for eviction (0 goes first) when it is
+        committed. `text_only`, `enable_request_stats`: accepted for callers of the upstream runtime; tokens
+        are always text and `request_stats` is always kept.
+        """
         self._require_open()
-        cache = _KVCache(self, id, custom_priority_callback)
-        self._caches[builtin_id(cache)] = cache
+        packed = b"" if input_tokens is None else pack_tokens(input_tokens)
+        cache = _KVCache(self, id, reuse_scope, custom_priority_callback)
+        if input_tokens is not None:
+            match = self._match(reuse_scope, packed, len(input_tokens), expected_prompt_length)
+            prompt_tokens = max(len(input_tokens), expected_prompt_length or 0)
+            lookup = self._describe_lookup(match, prompt_tokens)
+            for counts in lookup.by_life_cycle.values():
+                cache.request_stats.reused_blocks += counts.reused_blocks
+                cache.request_stats.missed_blocks += counts.missed_blocks
+            cache.adopt_match(match, packed, lookup)
+        self._caches[object_id(cache)] = cache
         return cache
 
+    def probe_reuse(
+        self, reuse_scope: Hashable, input_tokens: Sequence[int], expected_prompt_length: int | None = None
+    ) -> int:
+        """Return the tokens that `create_kv_cache` would reuse now."""
+        self._require_open()
+        packed = pack_tokens(input_tokens)
+        return self._match(reuse_scope, packed, len(input_tokens), expected_prompt_length).num_tokens
+
+    def _match(
+        self, scope: Hashable, packed: bytes, num_input_tokens: int, expected_prompt_length: int | None
+    ) -> PrefixMatch:
+        prompt_length = num_input_tokens if expected_prompt_length is None else expected_prompt_length
+        if prompt_length < 0:
+            raise MisuseError(
+                f"expected_prompt_length is {prompt_length}; give the prompt's number of tokens"
+            )
+        return self._matcher.match(scope, packed, min(num_input_tokens, prompt_length - 1))
+
+    def _describe_lookup(self, match: PrefixMatch, num_prompt_tokens: int) -> LookupStats:
+        lookup = LookupStats()
+        num_blocks = cdiv(num_prompt_tokens, self.tokens_per_block)
+        for life_cycle, value in self.life_cycles.attention:
+            stale = value.stale_range(match.num_tokens, self.tokens_per_block)
+            num_full = len(match.blocks) - min(stale.length, len(match.blocks))
+            num_partial = int(match.partial is not None)
+            missed = num_blocks - len(match.blocks) - num_partial
+            lookup.by_life_cycle[life_cycle] = LifeCycleStats(
+                full_reused_blocks=num_full, partial_reused_blocks=num_partial, missed_blocks=missed
+            )
+        if self.life_cycles.attention:
+            first = self.life_cycles.attention[0][0]
+            levels = Counter(page.level for block in match.blocks if (page := block.page_of(first)))
+            lookup.cached_tokens_by_level = {level: n * self.tokens_per_block for level, n in levels.items()}
+        if self.life_cycles.ssm_id is not None:
+            lookup.snapshot_lookups = 1
+            lookup.snapshot_hits = int(match.snapshot is not None)
+        return lookup
+
     def forget(self, cache: _KVCache) -> None:
-        """Called by a cache that closes."""
-        del self._caches[builtin_id(cache)]
+        """Called by a cache that closes, while it still holds its pages."""
+        del self._caches[object_id(cache)]
+        num_slots = [0] * len(self._layout.pool_groups)
+        for page in cache.iter_holds():
+            num_slots[self._layout.group_of[page.life_cycle]] += 1
+        self._ratios.add_sample(num_slots)
+
+    def is_too_full_to_resume(self, own_slots: Sequence[int]) -> bool:
+        """Return whether others use more than max_util_for_resume of a pool group that grows with tokens.
+
+        A group of recurrent states alone does not grow, so a full one is no reason to refuse. `own_slots`:
+        GPU slots per pool group that the asking cache itself keeps from eviction.
+        """
+        limit = self._config.max_util_for_resume
+        for group in self._growing_groups:
+            statistics = self.storage.levels[GPU_LEVEL][group].statistics()
+            if statistics.unavailable - own_slots[group] > limit * statistics.total:
+                return True
+        return False
+
+    # End
+
+    def clear_reusable_blocks(self) -> None:
+        """Forget every prefix. ResourceBusyError while a cache is open."""
+        self._require_open()
+        self._require_no_open_cache("clear_reusable_blocks")
+        for level in self.storage.levels:
+            for group in level:
+                for page in list(group.queue):
+                    if page.block is not None:
+                        self.storage.withdraw(page)
 
     def shutdown(self) -> None:
         """Give all memory back. ResourceBusyError while a cache is open; nothing happens after the first
@@ -102,19 +228,94 @@ class KVCacheManager:
         if not self._is_open:
             return
         self._require_no_open_cache("shutdown")
+        self.clear_reusable_blocks()
         self._is_open = False
         self.storage.close()
 
-    def get_layer_group_id(self, layer: LayerId) -> LayerGroupId:
-        return self.life_cycles.of_layer(layer)
+    # Sizes
 
     def get_storage_statistics(self, level: CacheLevel = GPU_LEVEL) -> list[StorageStatistics]:
         """Return slot counts per pool group."""
-        return self.storage.statistics(level)
+        return self.storage.statistics(self._checked(level))
 
     def get_quota(self, level: CacheLevel = GPU_LEVEL) -> int:
         """Return the bytes a level was given; its pools may take up to a grain more."""
-        return self.storage.quotas[level]
+        return self.storage.tiers[self._checked(level)].quota
+
+    def clamp_max_seq_len_for_mem(self, batch_size: int, upper: int) -> int:
+        """Return the most tokens, `upper` or fewer, at which `batch_size` requests fit the GPU level
+        together.
+        """
+        low, high = 0, upper + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fits(BatchDesc([KVCacheDesc(middle, max(0, middle - 1))] * batch_size)):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _fits(self, batch: BatchDesc) -> bool:
+        needed = [0] * len(self._layout.pool_groups)
+        for index, slots in enumerate(batch_slots(batch, tuple(self.life_cycles), self.tokens_per_block)):
+            needed[self._layout.group_of[index]] += slots
+        totals = [store.allocator.num_slots for store in self.storage.levels[GPU_LEVEL]]
+        return all(slots <= total for slots, total in zip(needed, totals, strict=True))
+
+    def resize(self, level: CacheLevel, quota: int) -> bool:
+        """Give a level another quota in bytes. Pools keep their base addresses, pages may change slots.
+
+        False, with all sizes and contents kept, when open caches need more than the new quota holds or
+        memory is refused. ResourceBusyError when a slot that would go away is in use by an active cache.
+        """
+        self._require_open()
+        tier = replace(self.storage.tiers[self._checked(level)], quota=quota)
+        if not self._split_again(level, quota, self._current_ratio(level)):
+            return False
+        self.storage.tiers[level] = tier
+        return True
+
+    @property
+    def need_adjustment(self) -> bool:
+        """Whether `adjust` would give the pool groups clearly better shares."""
+        return self._ratios.needs_adjustment(self._current_ratio(GPU_LEVEL))
+
+    def adjust(self) -> bool:
+        """Share every level among the pool groups as recent requests used them. All caches must be suspended.
+
+        False when there is nothing to go by, or open caches do not fit; the shares then stay.
+        """
+        self._require_open()
+        active = [cache.id for cache in self._caches.values() if cache.is_active]
+        if active:
+            raise ResourceBusyError(f"adjust() while caches {active[:8]} are active; suspend them first")
+        self._ratios.update_target()
+        ratio = self._ratios.target_ratio
+        if ratio is None:
+            return False
+        levels = [CacheLevel(index) for index in range(len(self.storage.tiers))]
+        is_done = all([self._split_again(level, self.get_quota(level), ratio) for level in levels])
+        self._ratios.on_adjusted()
+        return is_done
+
+    def _split_again(self, level: CacheLevel, quota: int, ratio: Sequence[float]) -> bool:
+        tier, grain = self.cache_tier_list[level], self.storage.grains[level]
+        try:
+            split = split_tier(tier, quota, self.storage.sizing, ratio=ratio, grain=grain)
+            set_num_slots(self.storage, level, split.num_slots, 0)
+        except OutOfMemoryError:
+            return False
+        return True
+
+    def _current_ratio(self, level: CacheLevel) -> list[float]:
+        sizes = [store.allocator.num_slots * store.slot_bytes for store in self.storage.levels[level]]
+        total = max(1, sum(sizes))
+        return [size / total for size in sizes]
+
+    # Addresses
+
+    def get_layer_group_id(self, layer: LayerId) -> LayerGroupId:
+        return self.life_cycles.of_layer(layer)
 
     def get_mem_pool_base_address(
         self, layer: LayerId, role: str, index_mode: PageIndexMode = PageIndexMode.SHARED
@@ -122,7 +323,8 @@ class KVCacheManager:
         """Return the address page index 0 refers to; in SHARED mode the layer's offset is inside."""
         buffer = self._layout.buffer(layer, role)
         offset = buffer.offset if index_mode is PageIndexMode.SHARED else 0
-        return MemAddress(self._pool_tensor_address(buffer) + offset)
+        pool = self.storage.group(buffer.life_cycle).pools[buffer.pool]
+        return MemAddress(pool.base_address + offset)
 
     def get_page_stride(self, layer: LayerId, role: str) -> int:
         """Return the bytes from one page index to the next."""
@@ -142,6 +344,7 @@ class KVCacheManager:
     def get_page_index_converter(
         self, layer: LayerId, role: str, index_mode: PageIndexMode = PageIndexMode.SHARED
     ) -> PageIndexConverter:
+        """Return the function from slot ids to page indices of a buffer."""
         buffer = self._layout.buffer(layer, role)
         is_shared = index_mode is PageIndexMode.SHARED
         layer_offset = 0 if is_shared else buffer.offset // buffer.size
@@ -154,6 +357,7 @@ class KVCacheManager:
 
         `shape` must fill the buffer exactly, or this buffer and the ones of the same layer right behind it
         (key and value together). Inner strides are dense, the row stride is scale * elements of one buffer.
+        Get a new view after `resize` or `adjust`: the address stays, the number of slots does not.
         """
         buffer = self._layout.buffer(layer, role)
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -165,42 +369,57 @@ class KVCacheManager:
         pool = self.storage.group(buffer.life_cycle).pools[buffer.pool]
         rows = pool.bytes_view().view(pool.num_slots, buffer.slot_bytes)
         part = rows[:, buffer.offset : buffer.offset + num_bytes].view(dtype)
-        return part.as_strided((pool.num_slots, *shape), (part.stride(0), *_dense_strides(shape)))
-
-    def check_integrity(self) -> None:
-        """Raise LogicError unless every slot has one owner and every count is right."""
-        live: dict[tuple[int, int], set[int]] = {}
-        for cache in self._caches.values():
-            for page in cache.get_held_pages():
-                owned = live.setdefault((page.level, self._layout.group_of[page.life_cycle]), set())
-                owned.add(page.slot)
-        for level, groups in enumerate(self.storage.levels):
-            for index, group in enumerate(groups):
-                group.allocator.check_integrity()
-                held = len(live.get((level, index), ()))
-                if held != group.allocator.num_live:
-                    raise LogicError(
-                        f"level {level} group {index}: {group.allocator.num_live} slots are live, "
-                        f"caches hold {held}"
-                    )
-
-    def is_too_full_to_resume(self, own_slots: Sequence[int]) -> bool:
-        """Return whether others use more than max_util_for_resume of a pool group that grows with tokens.
-
-        `own_slots`: GPU slots per pool group that the asking cache itself holds.
-        """
-        limit = self._config.max_util_for_resume
-        statistics = self.storage.statistics(GPU_LEVEL)
-        return any(
-            statistics[group].unavailable - own_slots[group] > limit * statistics[group].total
-            for group in self._growing_groups
-        )
+        dense = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        return part.as_strided((pool.num_slots, *shape), (part.stride(0), *dense))
 
     def _num_slots(self, buffer: BufferAttr) -> int:
         return self.storage.group(buffer.life_cycle).allocator.num_slots
 
-    def _pool_tensor_address(self, buffer: BufferAttr) -> int:
-        return self.storage.group(buffer.life_cycle).pools[buffer.pool].base_address
+    # Statistics
+
+    def get_iteration_stats(self) -> KVCacheIterationStats:
+        """Return what happened since the last call. MisuseError when enable_stats is off."""
+        if not self._config.enable_stats:
+            raise MisuseError("enable_stats is False in the configuration; set it to read statistics")
+        stores = self.storage.levels[GPU_LEVEL]
+        peaks = tuple(store.peak_live for store in stores)
+        for store in stores:
+            store.peak_live = store.allocator.num_live
+        return self._stats.drain(peaks)
+
+    def get_total_stats(self) -> tuple[LifeCycleStats, ...]:
+        """Return the counters since the start, per life cycle."""
+        return self._stats.totals()
+
+    def count_lookup(self, lookup: LookupStats) -> None:
+        self._stats.add_lookup(lookup)
+
+    def on_resumed(self) -> None:
+        self._stats.num_resumed += 1
+
+    def on_suspended(self) -> None:
+        self._stats.num_suspended += 1
+
+    # Checks
+
+    def check_integrity(self) -> None:
+        """Raise LogicError unless the conservation law holds: free + owned = total, holders and locks add
+        up.
+        """
+        check_storage(self.storage, list(self._caches.values()))
+        check_tree(self.storage, self.tree)
+
+    def _checked(self, level: CacheLevel) -> CacheLevel:
+        self._require_open()
+        if not GPU_LEVEL <= level <= self.storage.last_level:
+            raise MisuseError(f"level is {level}; this manager has levels 0 to {self.storage.last_level}")
+        return level
+
+    def _num_slots_by_level(self) -> list[list[int]]:
+        return [[store.allocator.num_slots for store in level] for level in self.storage.levels]
+
+    def _window_sizes(self) -> list[int | None]:
+        return [value.window_size if isinstance(value, AttnLifeCycle) else None for value in self.life_cycles]
 
     def _require_open(self) -> None:
         if not self._is_open:
@@ -214,8 +433,25 @@ class KVCacheManager:
             )
 
 
-def _dense_strides(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+class _StatsAndEvents:
+    """Tells both listeners."""
+
+    def __init__(self, stats: StatsCollector, events: KVCacheEventManager) -> None:
+        self._stats = stats
+        self._events = events
+
+    def on_allocated(self, life_cycle: LayerGroupId, num_pages: int) -> None:
+        self._stats.on_allocated(life_cycle, num_pages)
+
+    def on_moved(self, page: Page, source: CacheLevel) -> None:
+        self._stats.on_moved(page, source)
+        self._events.on_moved(page, source)
+
+    def on_copied(self, destination: Page) -> None:
+        self._stats.on_copied(destination)
+
+    def on_dropped(self, page: Page) -> None:
+        self._stats.on_dropped(page)
 
 
-builtin_id = id
+object_id = id

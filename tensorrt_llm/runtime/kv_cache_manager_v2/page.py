@@ -2,27 +2,70 @@
 """One owned slot, and a request's table of them."""
 
 from array import array
+from typing import TYPE_CHECKING
 
-from ._types import BAD_PAGE_INDEX, CacheLevel, LifeCycleId, Priority, SlotId
+from ._types import BAD_PAGE_INDEX, PRIORITY_DEFAULT, CacheLevel, LifeCycleId, Priority, SlotId
 from .errors import MisuseError
 
+if TYPE_CHECKING:
+    from .reuse_tree import Block
 
-class Page:
-    """An owned slot: content of one block (attention) or one sequence (SSM).
 
-    `num_holders`: caches that need the content; `num_locks`: those of them that are active, so that the
-    page must stay in its GPU slot.
+class Link:
+    """An entry of a doubly linked list; both ends are None while it is in no list."""
+
+    __slots__ = ("next", "prev")
+
+    def __init__(self) -> None:
+        self.prev: Link | None = None
+        self.next: Link | None = None
+
+
+class Page(Link):
+    """An owned slot: content of one block (attention) or of one sequence (SSM).
+
+    num_holders: caches that need the content. num_locks: those of them that are active, so that the page
+    must stay in its GPU slot. block: the block of the reuse tree that offers the page to others, None while
+    it is private.
+    next_of_block: the next page of the same block, for another life cycle.
     """
 
-    __slots__ = ("level", "life_cycle", "num_holders", "num_locks", "priority", "slot")
+    __slots__ = (
+        "block",
+        "level",
+        "life_cycle",
+        "next_of_block",
+        "num_holders",
+        "num_locks",
+        "priority",
+        "slot",
+    )
 
-    def __init__(self, life_cycle: LifeCycleId, level: CacheLevel, slot: SlotId, priority: Priority) -> None:
+    def __init__(self, life_cycle: LifeCycleId, level: CacheLevel, slot: SlotId) -> None:
+        super().__init__()
         self.life_cycle = life_cycle
         self.level = level
         self.slot = slot
-        self.priority = priority
+        self.priority: Priority = PRIORITY_DEFAULT
         self.num_holders = 0
         self.num_locks = 0
+        self.block: Block | None = None
+        self.next_of_block: Page | None = None
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether an eviction queue offers this page."""
+        return self.next is not None
+
+
+class SnapshotPage(Page):
+    """A copy of a recurrent state after exactly `num_tokens` tokens of its block's path."""
+
+    __slots__ = ("num_tokens",)
+
+    def __init__(self, life_cycle: LifeCycleId, level: CacheLevel, slot: SlotId, num_tokens: int) -> None:
+        super().__init__(life_cycle, level, slot)
+        self.num_tokens = num_tokens
 
 
 class PageTable:
@@ -46,6 +89,11 @@ class PageTable:
         self.pages.append(None)
         self.indices.append(BAD_PAGE_INDEX)
         self.put(len(self.pages) - 1, page)
+
+    def load(self, pages: list[Page | None]) -> None:
+        """Start from `pages`, not yet located: `refresh` fills the indices in."""
+        self.pages = pages
+        self.indices = array("i", [BAD_PAGE_INDEX]) * len(pages)
 
     def put(self, ordinal: int, page: Page | None) -> None:
         self.pages[ordinal] = page

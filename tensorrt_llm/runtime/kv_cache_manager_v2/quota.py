@@ -279,13 +279,19 @@ class TierSplit:
 
 
 def split_tier(
-    tier: CacheTier, quota_bytes: int, sizing: Sizing, ratio: Sequence[float] | None = None
+    tier: CacheTier,
+    quota_bytes: int,
+    sizing: Sizing,
+    *,
+    ratio: Sequence[float] | None = None,
+    grain: int | None = None,
 ) -> TierSplit:
     """Divide `quota_bytes` of a tier. Only the GPU tier has floors; a cold group may get no slots at all.
 
-    `ratio`: shares per pool group that replace those of `sizing` (after a rebalance).
+    `ratio`: shares per pool group that replace those of `sizing` (after a rebalance). `grain`: that of
+    pools which exist already; by default the quota sets it.
     """
-    grain = grain_bytes(tier, quota_bytes)
+    grain = grain_bytes(tier, quota_bytes) if grain is None else grain
     floors = sizing.floors if tier is CacheTier.GPU_MEM else (0,) * len(sizing.floors)
     wanted = usable_quota_bytes(quota_bytes, grain, sizing) if tier is CacheTier.GPU_MEM else quota_bytes
     shares = sizing.ratio(grain) if ratio is None else ratio

@@ -46,12 +46,27 @@ class SlotAllocator:
         self._settle_events()
         return [self._take() for _ in range(num_slots)]
 
-    def free(self, slot: SlotId, event: Event | None = None) -> None:
-        """Give `slot` back; `event` is its last use, None when that is done."""
+    def take_below(self, bound: int) -> SlotId:
+        """Take a free slot with an id below `bound`, for a shrink. LogicError when there is none."""
+        if self._num_fresh_used < bound:
+            slot = SlotId(self._num_fresh_used)
+            self._num_fresh_used += 1
+        else:
+            queue = next(
+                (queue for queue in (self._ready, self._pending) if any(s < bound for s in queue)), None
+            )
+            if queue is None:
+                raise LogicError(f"no free slot below {bound} of {self.num_slots}, {self.num_free} are free")
+            slot = next(slot for slot in queue if slot < bound)
+            queue.remove(slot)
+        self._is_live[slot] = 1
+        return slot
+
+    def free(self, slot: SlotId) -> None:
+        """Give `slot` back; set the event of its last use before."""
         if not self.is_live(slot):
             raise LogicError(f"slot {slot} of {self.num_slots} is freed but not live")
         self._is_live[slot] = 0
-        self.set_event(slot, event)
         (self._pending if slot in self._events else self._ready).append(slot)
 
     def event_of(self, slot: SlotId) -> Event | None:

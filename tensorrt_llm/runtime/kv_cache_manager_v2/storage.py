@@ -1,18 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The levels of memory and who holds which slot of them."""
+"""The levels of memory, who owns which slot, and how room is made.
 
-from collections.abc import Sequence
+    level 0 (GPU) --evict--> level 1 (host) --evict--> level 2 (disk) --evict--> dropped
+
+A slot is free or owned by one page. A page is locked (in use), held (a suspended cache needs it) or
+droppable (only the reuse tree offers it). Held pages may move to a lower level and never vanish. Every call
+that needs slots either gets them all or raises OutOfPagesError before anything has changed.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol, TypeVar
 
-from ._types import GPU_LEVEL, CacheLevel, LifeCycleId, PoolGroupIndex, Priority, SlotId
+from ._types import GPU_LEVEL, CacheLevel, LifeCycleId, PoolGroupIndex, SlotId
 from .config import KVCacheManagerConfig
 from .errors import LogicError, OutOfPagesError
+from .eviction import EvictionQueue
 from .layout import StorageLayout
 from .page import Page
-from .pools import CpuCopier, CpuPool, Pool, copy_slots, total_host_bytes
-from .quota import Sizing, TierSplit, make_sizing, split_tier
+from .pools import MemoryBackend, Pool, close_pools
+from .quota import Sizing, make_sizing, split_tier
 from .slots import SlotAllocator
-from .streams import CpuStreamOps, Event, StreamHandle
+from .streams import Event, StreamHandle
+
+AnyPage = TypeVar("AnyPage", bound=Page)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,47 +45,81 @@ class StorageStatistics:
         return self.total - self.available
 
 
-class GroupStore:
-    """One pool group at one level: its pools and the owners of its slots."""
+class StorageListener(Protocol):
+    """Is told about every page that is allocated, moves or vanishes."""
 
-    __slots__ = ("allocator", "pools")
+    def on_allocated(self, life_cycle: LifeCycleId, num_pages: int) -> None: ...
+
+    def on_moved(self, page: Page, source: CacheLevel) -> None: ...
+
+    def on_copied(self, destination: Page) -> None: ...
+
+    def on_dropped(self, page: Page) -> None: ...
+
+
+class GroupStore:
+    """One pool group at one level: its pools, the owner of each slot, and what may be evicted."""
+
+    __slots__ = ("allocator", "owners", "peak_live", "pools", "queue")
 
     def __init__(self, pools: Sequence[Pool], num_slots: int) -> None:
         self.pools = tuple(pools)
         self.allocator = SlotAllocator(num_slots)
+        self.owners: list[Page | None] = [None] * num_slots
+        self.queue = EvictionQueue()
+        self.peak_live = 0
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(pool.slot_size for pool in self.pools)
 
     def statistics(self) -> StorageStatistics:
         return StorageStatistics(
             slot_sizes=tuple(pool.slot_size for pool in self.pools),
             total=self.allocator.num_slots,
             free=self.allocator.num_free,
-            evictable=0,
+            evictable=len(self.queue),
         )
 
 
-def _cpu_pools(slot_sizes: Sequence[int], num_slots: int, grain: int) -> list[Pool]:
-    reserved_slots = total_host_bytes() // sum(slot_sizes)
-    return [CpuPool(size, num_slots, grain, reserved_slots) for size in slot_sizes]
-
-
 class Storage:
-    """All levels. Level 0 is the GPU tier (CPU memory in a CPU-only run)."""
+    """All levels. Level 0 is the GPU tier (CPU memory in a CPU-only run).
 
-    def __init__(self, config: KVCacheManagerConfig, layout: StorageLayout) -> None:
+    `unlink`: takes a page out of the reuse tree and returns the pages nobody needs any more; set by the
+    manager.
+    """
+
+    def __init__(
+        self,
+        config: KVCacheManagerConfig,
+        layout: StorageLayout,
+        backend: MemoryBackend,
+        listener: StorageListener,
+    ) -> None:
         self.layout = layout
+        self.backend = backend
+        self.streams = backend.streams
         self.sizing: Sizing = make_sizing(config)
-        self.copier = CpuCopier()
-        self.streams = CpuStreamOps()
-        tier = config.cache_tiers[0]
-        self.quotas = [tier.quota]
-        split = split_tier(tier.tier, tier.quota, self.sizing)
-        self.levels: list[list[GroupStore]] = [self._make_level(split)]
+        self.tiers = list(config.cache_tiers)
+        self.unlink: Callable[[Page], Sequence[Page]] = _no_tree
+        self._listener = listener
+        self.levels: list[list[GroupStore]] = []
+        self.grains: list[int] = []
+        try:
+            for tier in self.tiers:
+                self.levels.append([])
+                split = split_tier(tier.tier, tier.quota, self.sizing)
+                self.grains.append(split.grain)
+                for sizes, num_slots in zip(split.slot_sizes, split.num_slots, strict=True):
+                    pools = backend.make_pools(tier, sizes, num_slots, split.grain)
+                    self.levels[-1].append(GroupStore(pools, num_slots))
+        except BaseException:
+            self.close()
+            raise
 
-    def _make_level(self, split: TierSplit) -> list[GroupStore]:
-        return [
-            GroupStore(_cpu_pools(sizes, num_slots, split.grain), num_slots)
-            for sizes, num_slots in zip(split.slot_sizes, split.num_slots, strict=True)
-        ]
+    @property
+    def last_level(self) -> CacheLevel:
+        return CacheLevel(len(self.tiers) - 1)
 
     def group(self, life_cycle: LifeCycleId, level: CacheLevel = GPU_LEVEL) -> GroupStore:
         return self.levels[level][self.layout.group_of[life_cycle]]
@@ -81,70 +127,274 @@ class Storage:
     def statistics(self, level: CacheLevel) -> list[StorageStatistics]:
         return [group.statistics() for group in self.levels[level]]
 
-    def new_pages(self, counts: Sequence[int], priority: Priority, stream: StreamHandle) -> list[list[Page]]:
-        """Return `counts[life_cycle]` fresh GPU pages per life cycle, unowned by anyone but the caller.
-
-        All or nothing: raises OutOfPagesError with nothing changed. `stream` waits for the slots' last uses.
-        """
-        needed = [0] * len(self.layout.pool_groups)
-        for life_cycle, count in enumerate(counts):
-            needed[self.layout.group_of[life_cycle]] += count
-        self.require_room(needed)
-        return [self._take(LifeCycleId(index), count, priority, stream) for index, count in enumerate(counts)]
-
-    def require_room(self, needed: Sequence[int]) -> None:
-        """Raise OutOfPagesError unless every pool group can give `needed[group]` GPU slots."""
-        for index, count in enumerate(needed):
-            statistics = self.levels[GPU_LEVEL][PoolGroupIndex(index)].statistics()
-            if count > statistics.available:
-                raise OutOfPagesError(
-                    f"pool group {index} has {statistics.available} of {statistics.total} slots available, "
-                    f"{count} are needed"
-                )
-
-    def _take(
-        self, life_cycle: LifeCycleId, count: int, priority: Priority, stream: StreamHandle
-    ) -> list[Page]:
-        allocator = self.group(life_cycle).allocator
-        slots = allocator.allocate(count)
-        for slot in slots:
-            self.streams.wait(stream, allocator.event_of(slot))
-        return [Page(life_cycle, GPU_LEVEL, slot, priority) for slot in slots]
-
-    def free(self, page: Page, event: Event | None) -> None:
-        """Give a page's slot back; `event` is the last use."""
-        if page.num_holders or page.num_locks:
-            raise LogicError(
-                f"slot {page.slot} is freed with {page.num_holders} holders, {page.num_locks} locks"
-            )
-        self.group(page.life_cycle, page.level).allocator.free(page.slot, event)
-
-    def copy_page(self, dst: Page, src: Page, stream: StreamHandle) -> None:
-        """Copy the content of `src` into the slot of `dst` on `stream`."""
-        to, source = self.group(dst.life_cycle, dst.level), self.group(src.life_cycle, src.level)
-        copy_slots(self.copier, to.pools, dst.slot, source.pools, src.slot, stream)
-
-    def lock(self, page: Page) -> None:
-        page.num_holders += 1
-        page.num_locks += 1
-
-    def release(self, page: Page, is_locked: bool, event: Event | None) -> None:
-        """Take back one holder; the slot is freed when nobody else needs it."""
-        page.num_locks -= is_locked
-        page.num_holders -= 1
-        if not page.num_holders:
-            self.free(page, event)
-
-    def slot_view(self, slot: SlotId, life_cycle: LifeCycleId) -> list[bytes]:
-        """Return copies of the bytes of one GPU slot per pool. For tests."""
-        return [
-            bytes(pool.bytes_view()[slot * pool.slot_size : (slot + 1) * pool.slot_size].cpu().numpy())
-            for pool in self.group(life_cycle).pools
-        ]
-
     def close(self) -> None:
         """Give all memory back."""
         for level in self.levels:
             for group in level:
-                for pool in group.pools:
-                    pool.close()
+                close_pools(group.pools)
+        self.levels = []
+
+    # Slots
+
+    def num_obtainable(self, level: CacheLevel, group: PoolGroupIndex) -> int:
+        """Return the slots that `reserve` could give: free, droppable, and held ones that have room below."""
+        store = self.levels[level][group]
+        queue = store.queue
+        num_movable = 0
+        if queue.num_held:
+            num_movable = min(queue.num_held, self.num_obtainable(CacheLevel(level + 1), group))
+        return store.allocator.num_free + queue.num_droppable + num_movable
+
+    def reserve(self, level: CacheLevel, needed: Sequence[int], stream: StreamHandle) -> list[list[SlotId]]:
+        """Take `needed[group]` slots per pool group, evicting what must go. All or nothing.
+
+        Raises OutOfPagesError with nothing changed. The slots have no page yet; `adopt` or `unreserve` them.
+        """
+        groups = [PoolGroupIndex(index) for index in range(len(needed))]
+        for group, count in zip(groups, needed, strict=True):
+            store = self.levels[level][group]
+            if count > store.allocator.num_free and count > self.num_obtainable(level, group):
+                raise OutOfPagesError(
+                    f"level {level} pool group {group}: {count} slots needed, "
+                    f"{self.num_obtainable(level, group)} of {store.allocator.num_slots} can be had"
+                )
+        for group, count in zip(groups, needed, strict=True):
+            self._make_room(level, group, count, stream)
+        taken: list[list[SlotId]] = []
+        try:
+            for group, count in zip(groups, needed, strict=True):
+                taken.append(self.levels[level][group].allocator.allocate(count))
+        except BaseException:
+            self.unreserve(level, taken)
+            raise
+        for group, slots in zip(groups, taken, strict=True):
+            self._wait_for(level, group, slots, stream)
+            store = self.levels[level][group]
+            store.peak_live = max(store.peak_live, store.allocator.num_live)
+        return taken
+
+    def unreserve(self, level: CacheLevel, slots: Sequence[Sequence[SlotId]]) -> None:
+        """Give back slots that no page has adopted."""
+        for group, group_slots in enumerate(slots):
+            for slot in group_slots:
+                self.levels[level][group].allocator.free(slot)
+
+    def _wait_for(
+        self, level: CacheLevel, group: PoolGroupIndex, slots: Sequence[SlotId], stream: StreamHandle
+    ) -> None:
+        if self.streams.is_async:
+            allocator = self.levels[level][group].allocator
+            for slot in slots:
+                self.streams.wait(stream, allocator.event_of(slot))
+
+    def new_pages(self, counts: Sequence[int], stream: StreamHandle) -> list[list[Page]]:
+        """Return `counts[life_cycle]` fresh GPU pages per life cycle. Raises OutOfPagesError, nothing
+        changed.
+        """
+        needed = [0] * len(self.layout.pool_groups)
+        for life_cycle, count in enumerate(counts):
+            needed[self.layout.group_of[life_cycle]] += count
+        slots = [iter(group_slots) for group_slots in self.reserve(GPU_LEVEL, needed, stream)]
+        pages: list[list[Page]] = []
+        for index, count in enumerate(counts):
+            life_cycle = LifeCycleId(index)
+            taken = islice(slots[self.layout.group_of[life_cycle]], count)
+            pages.append([self.adopt(Page(life_cycle, GPU_LEVEL, slot)) for slot in taken])
+            self._listener.on_allocated(life_cycle, count)
+        return pages
+
+    def adopt(self, page: AnyPage) -> AnyPage:
+        """Make `page` the owner of its slot, which must be reserved."""
+        owners = self.group(page.life_cycle, page.level).owners
+        if owners[page.slot] is not None:
+            raise LogicError(f"slot {page.slot} of level {page.level} has an owner already")
+        owners[page.slot] = page
+        return page
+
+    def free(self, page: Page) -> None:
+        """Give the slot of a page that nobody needs back."""
+        if page.num_holders or page.num_locks or page.block is not None or page.is_queued:
+            raise LogicError(
+                f"slot {page.slot} of level {page.level} is freed with {page.num_holders} holders, "
+                f"{page.num_locks} locks"
+            )
+        self._vacate(page)
+
+    def _vacate(self, page: Page) -> None:
+        store = self.group(page.life_cycle, page.level)
+        store.owners[page.slot] = None
+        store.allocator.free(page.slot)
+
+    # Holders
+
+    def hold(self, page: Page) -> None:
+        """Add a holder: the content stays until `release`."""
+        self.group(page.life_cycle, page.level).queue.discard(page)
+        page.num_holders += 1
+        self._offer(page)
+
+    def lock(self, page: Page) -> None:
+        """Let one holder use the page in its GPU slot."""
+        self.group(page.life_cycle, page.level).queue.discard(page)
+        page.num_locks += 1
+
+    def unlock(self, page: Page) -> None:
+        page.num_locks -= 1
+        self._offer(page)
+
+    def release(self, page: Page) -> None:
+        """Take back one holder that has no lock. A private page is freed, a shared one becomes droppable."""
+        self.group(page.life_cycle, page.level).queue.discard(page)
+        page.num_holders -= 1
+        if page.num_holders == 0 and page.block is None:
+            self.free(page)
+        else:
+            self._offer(page)
+
+    def _offer(self, page: Page) -> None:
+        """Queue `page` for eviction if it may be evicted."""
+        is_movable = page.num_holders == 0 or page.level < self.last_level
+        if page.num_locks == 0 and is_movable:
+            self.group(page.life_cycle, page.level).queue.push(page)
+
+    def touch(self, page: Page) -> None:
+        """Make a queued page the most recently used."""
+        if page.is_queued:
+            queue = self.group(page.life_cycle, page.level).queue
+            queue.discard(page)
+            queue.push(page)
+
+    def wait_for_pages(self, pages: Iterable[Page], stream: StreamHandle) -> None:
+        """Make `stream` wait for the last uses of the pages' slots."""
+        for page in pages:
+            allocator = self.group(page.life_cycle, page.level).allocator
+            self.streams.wait(stream, allocator.event_of(page.slot))
+
+    def mark_used(self, page: Page, event: Event | None) -> None:
+        """Note that the last use of the page's slot ends at `event`."""
+        self.group(page.life_cycle, page.level).allocator.set_event(page.slot, event)
+
+    def offer(self, page: Page) -> None:
+        """Queue a page that has just been linked to the reuse tree and that no cache holds."""
+        self._offer(page)
+
+    def withdraw(self, page: Page) -> None:
+        """Take a page out of the reuse tree; a held one becomes private, others are dropped.
+
+        Pages that become useless with it are dropped too.
+        """
+        for freed in self.unlink(page):
+            self.group(freed.life_cycle, freed.level).queue.discard(freed)
+            self._listener.on_dropped(freed)
+            self.free(freed)
+
+    # Movement
+
+    def copy(self, destination: Page, source: Page, stream: StreamHandle) -> None:
+        """Copy the content of `source` into the slot of `destination` on `stream`."""
+        self._copy_slot(destination.life_cycle, destination.level, destination.slot, source, stream)
+        self._listener.on_copied(destination)
+
+    def migrate(
+        self, pages: Sequence[Page], level: CacheLevel, slots: Sequence[SlotId], stream: StreamHandle
+    ) -> None:
+        """Move pages into reserved slots of `level`. If a copy fails, those done stay moved, the rest stays
+        put.
+        """
+        num_done = 0
+        try:
+            for page, slot in zip(pages, slots, strict=True):
+                self._copy_slot(page.life_cycle, level, slot, page, stream)
+                self._settle(page, level, slot)
+                num_done += 1
+        finally:
+            for page, slot in list(zip(pages, slots, strict=True))[num_done:]:
+                self.group(page.life_cycle, level).allocator.free(slot)
+
+    def _settle(self, page: Page, level: CacheLevel, slot: SlotId) -> None:
+        source = page.level
+        queue = self.group(page.life_cycle, source).queue
+        changes_level = source != level
+        if changes_level:
+            queue.discard(page)
+        self._vacate(page)
+        page.level, page.slot = level, slot
+        self.group(page.life_cycle, level).owners[slot] = page
+        if changes_level:
+            self._offer(page)
+        self._listener.on_moved(page, source)
+
+    def _copy_slot(
+        self, life_cycle: LifeCycleId, level: CacheLevel, slot: SlotId, source: Page, stream: StreamHandle
+    ) -> None:
+        to, origin = self.group(life_cycle, level), self.group(source.life_cycle, source.level)
+        self.streams.wait(stream, origin.allocator.event_of(source.slot))
+        for dst, src in zip(to.pools, origin.pools, strict=True):
+            self.backend.copy_slot(dst, slot, src, source.slot, stream)
+        event = self.streams.record(stream)
+        to.allocator.set_event(slot, event)
+        origin.allocator.set_event(source.slot, event)
+
+    # Eviction
+
+    def _make_room(
+        self, level: CacheLevel, group: PoolGroupIndex, num_slots: int, stream: StreamHandle
+    ) -> None:
+        """Evict until `num_slots` slots are free; `num_obtainable` must have promised them."""
+        store = self.levels[level][group]
+        while store.allocator.num_free < num_slots:
+            missing = num_slots - store.allocator.num_free
+            room_below = 0
+            if level < self.last_level:
+                room_below = self.num_obtainable(CacheLevel(level + 1), group)
+            victims = store.queue.victims(missing, room_below)
+            if not victims:
+                raise LogicError(
+                    f"level {level} pool group {group}: {missing} promised slots cannot be freed"
+                )
+            self._evict(victims, level, group, min(room_below, len(victims)), stream)
+
+    def _evict(
+        self,
+        victims: Sequence[Page],
+        level: CacheLevel,
+        group: PoolGroupIndex,
+        num_moved: int,
+        stream: StreamHandle,
+    ) -> None:
+        """Move the last `num_moved` victims (all held ones among them) one level down, drop the others.
+
+        Dropping a block takes what lies below it along, so a victim may be gone before its turn.
+        """
+        below = CacheLevel(level + 1)
+        if num_moved:
+            self._make_room(below, group, num_moved, stream)
+        num_dropped = len(victims) - num_moved
+        for page in victims:
+            if num_dropped and not page.num_holders:
+                num_dropped -= 1
+                if self._is_still_at(page, level):
+                    self.withdraw(page)
+        moving = [page for page in victims if self._is_still_at(page, level)]
+        slots = self.levels[below][group].allocator.allocate(len(moving)) if moving else []
+        if moving:
+            self._wait_for(below, group, slots, stream)
+            self.migrate(moving, below, slots, stream)
+
+    def _is_still_at(self, page: Page, level: CacheLevel) -> bool:
+        return page.is_queued and page.level == level
+
+    def make_room(
+        self, level: CacheLevel, group: PoolGroupIndex, num_slots: int, stream: StreamHandle
+    ) -> None:
+        """Evict until `num_slots` slots are free, for a shrink. OutOfPagesError with nothing changed."""
+        if num_slots > self.num_obtainable(level, group):
+            raise OutOfPagesError(
+                f"level {level} pool group {group} can free {self.num_obtainable(level, group)} slots, not "
+                f"{num_slots}"
+            )
+        self._make_room(level, group, num_slots, stream)
+
+
+def _no_tree(page: Page) -> Sequence[Page]:
+    raise LogicError(f"slot {page.slot} of level {page.level} is dropped but there is no reuse tree")

@@ -24,6 +24,9 @@ class Event(Protocol):
 class StreamOps(Protocol):
     """Records and awaits events; None stands for "already done"."""
 
+    is_async: bool
+    """Whether work may still run when the call that submitted it has returned."""
+
     def record(self, stream: StreamHandle) -> Event | None:
         """Return an event after the work submitted to `stream` so far."""
 
@@ -33,6 +36,8 @@ class StreamOps(Protocol):
 
 class CpuStreamOps:
     """Everything is done at once."""
+
+    is_async = False
 
     def record(self, stream: StreamHandle) -> Event | None:
         return None
