@@ -11,9 +11,9 @@ from tensorrt_llm._torch.speculative.interface import DraftTarget, SpeculationSp
 MAX_MATCH_LEN = 32
 """Tokens over which a match's length is told; beyond this it makes no difference."""
 
-MAX_FINISHED_TOKENS = 1 << 18
-"""Tokens of finished requests that a public pool keeps (about 200 bytes each at n-gram size 2); the
-oldest go.
+MAX_FINISHED_NGRAMS = 1 << 19
+"""N-grams of finished requests that a public pool keeps, at 100 to 130 bytes each; the oldest texts
+go first.
 """
 
 
@@ -105,7 +105,7 @@ class _Reader:
 class NGramDrafter:
     """Looks up the longest n-gram at the text's end and drafts what followed it.
 
-    `is_public_pool`: all requests share one pool, and finished ones stay in it up to MAX_FINISHED_TOKENS;
+    `is_public_pool`: all requests share one pool, and finished ones stay in it up to MAX_FINISHED_NGRAMS;
     else each request knows its own text only. Of several places the oldest is used if `is_use_oldest` or if
     only one is kept (`is_keep_all` False: the first), else the newest. Drafts end where the source text
     ends.
@@ -148,7 +148,7 @@ class NGramDrafter:
             return
         self._finished.append(reader.text)
         self._num_finished_tokens += len(reader.text)
-        while self._num_finished_tokens > MAX_FINISHED_TOKENS:
+        while self._num_finished_tokens * self._max_ngram > MAX_FINISHED_NGRAMS:
             oldest = self._finished.popleft()
             self._num_finished_tokens -= len(oldest)
             self._public.forget(oldest)

@@ -129,7 +129,7 @@ def test_a_public_pool_shares_and_a_private_one_does_not() -> None:
 
 
 def test_a_public_pool_forgets_the_oldest_finished_texts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram, "MAX_FINISHED_TOKENS", 8)
+    monkeypatch.setattr(ngram, "MAX_FINISHED_NGRAMS", 16)
     drafter = make_drafter()
     for i, text in enumerate([[1, 2, 3, 4], [11, 12, 13, 14], [21, 22, 23, 24]]):
         drafter.propose(Request(i, text), 4, 1)
