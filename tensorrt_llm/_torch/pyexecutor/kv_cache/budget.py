@@ -15,8 +15,11 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheM
 from tensorrt_llm._torch.pyexecutor.kv_cache.select import get_kv_cache_manager_cls
 from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import CacheCost
 from tensorrt_llm.logger import logger
+from tensorrt_llm.runtime.kv_cache_manager_v2 import GpuCacheTierConfig
 
 _GIB = 1 << 30
+_SEARCH_STEP_BYTES = 1 << 20
+"""Below the storage's smallest grain, so that a finer search would change nothing."""
 
 
 class DeviceMemory(Protocol):
@@ -130,6 +133,7 @@ class KvCacheCreator:
         self._device = device_or_default(device)
         self._memory = memory or (CudaMemory() if self._device == "cuda" else CpuMemory())
         self._budget_bytes: int | None = None
+        self._num_measured_slots = 0
 
     @property
     def _config(self) -> KvCacheConfigLike:
@@ -165,6 +169,7 @@ class KvCacheCreator:
             peak = self._memory.peak_bytes()
             pools = sum(manager.allocated_bytes for manager in managers if manager is not None)
             side = managers.target.side_bytes
+            self._num_measured_slots = managers.target.num_state_slots
         finally:
             for manager in managers:
                 if manager is not None:
@@ -180,7 +185,7 @@ class KvCacheCreator:
 
     def build_managers(self) -> Managers:
         """Build the managers within the budget. Raises ValueError where it is too small."""
-        total = self.max_gpu_total_bytes
+        total = self._less_unmeasured_side_buffers(self.max_gpu_total_bytes)
         if self._draft_plan is None or not total:
             config = with_quota(self._config, total)
             return self._build(config, config)
@@ -188,6 +193,27 @@ class KvCacheCreator:
         return self._build(
             with_quota(self._config, split.target_bytes), with_quota(self._config, split.draft_bytes)
         )
+
+    def _less_unmeasured_side_buffers(self, quota_bytes: int) -> int:
+        """`quota_bytes`, less the side buffers of the state slots that the measured managers did not have."""
+        if self._budget_bytes is None or not quota_bytes:
+            return quota_bytes
+        sizing, budget = self._plan.sizing(), self._budget_bytes
+
+        def total_bytes(quota: int) -> int:
+            config = with_quota(self._config, quota)
+            base = sizing.base_config(config, (GpuCacheTierConfig(quota=quota),), enable_stats=False)
+            slots = sizing.num_state_slots(sizing.plan_config(base, config)) - self._num_measured_slots
+            return quota + max(0, slots) * sizing.free_side_bytes_per_slot
+
+        if total_bytes(quota_bytes) <= budget:
+            return quota_bytes
+        # A smaller quota has no more slots, so the whole excess off is enough; the best quota lies between.
+        low, high = quota_bytes - (total_bytes(quota_bytes) - budget), quota_bytes
+        while high - low > _SEARCH_STEP_BYTES:
+            middle = (low + high) // 2
+            low, high = (middle, high) if total_bytes(middle) <= budget else (low, middle)
+        return low
 
     def _build(
         self, target: KvCacheConfigLike, draft: KvCacheConfigLike, is_estimating: bool = False

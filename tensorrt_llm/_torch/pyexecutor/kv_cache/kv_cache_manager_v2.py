@@ -451,9 +451,24 @@ class KVCacheManagerV2:
         )
 
     @property
+    def num_state_slots(self) -> int:
+        """Recurrent state slots on the GPU: none for attention alone."""
+        return 0
+
+    @property
     def side_bytes(self) -> int:
         """Bytes beside the storage's pools: none for attention."""
         return 0
+
+    @property
+    def side_bytes_in_quota(self) -> int:
+        """The part of `side_bytes` that the quota pays for."""
+        return 0
+
+    @property
+    def keeps_kda_token_states(self) -> bool:
+        """Whether drafts' records are kept: never for attention alone."""
+        return False
 
     def check_integrity(self) -> None:
         """Raise an AssertionError with the numbers unless every page has one owner and every open cache a

@@ -235,6 +235,15 @@ class AttentionSizing:
         return self.bytes_per_page
 
     @property
+    def free_side_bytes_per_slot(self) -> int:
+        """Bytes beside the pools that the quota does not pay for, per state slot."""
+        return 0
+
+    def num_state_slots(self, built: KVCacheManagerConfig) -> int:
+        """State slots of a storage built with this configuration, as `plan_config` gives it."""
+        return 0
+
+    @property
     def has_states(self) -> bool:
         """Whether a local layer keeps a recurrent state."""
         return False
@@ -279,11 +288,17 @@ class AttentionSizing:
             enable_stats=enable_stats,
         )
 
-    def build_config(
+    def plan_config(
         self, config: KVCacheManagerConfig, kv_cache_config: KvCacheConfigLike
     ) -> KVCacheManagerConfig:
         """The configuration the storage is built with: `config` itself where there is attention alone."""
         return config
+
+    def build_config(
+        self, config: KVCacheManagerConfig, kv_cache_config: KvCacheConfigLike
+    ) -> KVCacheManagerConfig:
+        """`plan_config`, with what is worth a log line."""
+        return self.plan_config(config, kv_cache_config)
 
     def _typical_step(self, avg_seq_len: int) -> BatchDesc:
         limits = self.limits

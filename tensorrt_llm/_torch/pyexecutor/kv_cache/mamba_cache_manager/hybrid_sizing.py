@@ -15,7 +15,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.live_floor impo
 )
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.snapshots import SnapshotRules
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.state_spec import MambaRole, MambaStateSpec
-from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options import VerifyPlan
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options import COUNT_DTYPE, VerifyPlan
 from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import AttentionSizing, CacheLimits, LocalLayers
 from tensorrt_llm.logger import logger
 from tensorrt_llm.mapping import Mapping
@@ -142,6 +142,22 @@ class HybridSizing(AttentionSizing):
         return max(self.quota_from_max_tokens(0), self.state_quota() + self.bytes_per_page)
 
     @property
+    def free_side_bytes_per_slot(self) -> int:
+        """Bytes beside the pools that the quota does not pay for, per slot over all layers, its count
+        included.
+        """
+        if self.verify is None or not self.has_states:
+            return 0
+        per_layer = self.verify.bytes_per_slot_layer - self.verify.quota_bytes_per_slot_layer
+        return len(self.layers.recurrent) * per_layer + COUNT_DTYPE.itemsize
+
+    def num_state_slots(self, built: KVCacheManagerConfig) -> int:
+        if not self.has_states:
+            return 0
+        split = split_gpu_quota(built)
+        return split.num_slots[split.slot_sizes.index(self.states.pool_slot_bytes)]
+
+    @property
     def has_states(self) -> bool:
         return bool(self.layers.recurrent)
 
@@ -160,11 +176,10 @@ class HybridSizing(AttentionSizing):
         layers = (*AttentionSizing.layer_configs(self), *states)
         return tuple(sorted(layers, key=lambda layer: layer.layer_id))
 
-    def build_config(
+    def plan_config(
         self, config: KVCacheManagerConfig, kv_cache_config: KvCacheConfigLike
     ) -> KVCacheManagerConfig:
-        """`config` with the recurrent layers, floors and typical step added, and the GPU tier as the live
-        floor leaves it.
+        """`config` with floors and a typical step, and the GPU tier as the live floor leaves it.
 
         The caller's config, its tiers included, is left as it is. Raises ValueError, in this order, for a
         pool rebalance, for side bytes off the live floor, for a quota that cannot hold the live states.
@@ -187,12 +202,25 @@ class HybridSizing(AttentionSizing):
         )
         return self._at_floor(built, quota) if self.is_at_live_floor else built
 
+    def build_config(
+        self, config: KVCacheManagerConfig, kv_cache_config: KvCacheConfigLike
+    ) -> KVCacheManagerConfig:
+        """`plan_config`; at the live floor one log line gives the split."""
+        built = self.plan_config(config, kv_cache_config)
+        if self.is_at_live_floor:
+            quota, tier = config.cache_tiers[0].quota, built.cache_tiers[0].quota
+            logger.info(
+                f"GPU cache quota {quota / _MIB:.1f} MiB: {(quota - tier) / _MIB:.1f} MiB for the draft "
+                "records of "
+                f"{self.num_state_slots(built)} slots, {tier / _MIB:.1f} MiB for states and attention pages"
+            )
+        return built
+
     def _check_rebalance(self, kv_cache_config: KvCacheConfigLike) -> None:
         if self.verify is not None and kv_cache_config.enable_kv_pool_rebalance:
             raise ValueError(
                 "kv_cache_config.enable_kv_pool_rebalance is True, but a rebalance moves state slots under "
-                "their pending "
-                "drafts: set enable_kv_pool_rebalance=False"
+                "their pending drafts: set enable_kv_pool_rebalance=False"
             )
 
     def _check_floor(self) -> None:
@@ -200,8 +228,7 @@ class HybridSizing(AttentionSizing):
         if self.reserves_side_bytes and cause is not None:
             raise ValueError(
                 "kda_token_states=True needs a number of state slots that is known beforehand, but "
-                f"{cause}, or set "
-                "kda_token_states=False"
+                f"{cause}, or set kda_token_states=False"
             )
 
     def _check_quota(self, quota: int) -> None:
@@ -236,33 +263,21 @@ class HybridSizing(AttentionSizing):
         reserved = self.states.reserve(quota)
         tiers = (GpuCacheTierConfig(quota=reserved.tier_bytes), *config.cache_tiers[1:])
         config = replace(config, cache_tiers=tiers)
-        split = split_gpu_quota(config)
-        group = split.slot_sizes.index(self.states.pool_slot_bytes)
-        if split.num_slots[group] != reserved.slots:
+        split, num_slots = split_gpu_quota(config), self.num_state_slots(config)
+        if num_slots != reserved.slots:
             raise ValueError(
                 f"kda_token_states=True needs {reserved.slots} state slots, but the storage would hold "
-                f"{split.num_slots[group]}: "
-                f"attention pages of {self.bytes_per_page} bytes share a pool with the states or are too "
-                "few to take the rest. "
-                "Choose another tokens_per_block or a smaller quota."
+                f"{num_slots}: attention pages of {self.bytes_per_page} bytes share a pool with the states "
+                "or are too few to take the rest. Choose another tokens_per_block or a smaller quota."
             )
         needed = split.pool_bytes + reserved.reserved_bytes
-        if (
-            split.pool_bytes > round_up(reserved.tier_bytes, split.grain)
-            and 0 < self.max_gpu_total_bytes < needed
-        ):
+        exceeds = split.pool_bytes > round_up(reserved.tier_bytes, split.grain)
+        if exceeds and 0 < self.max_gpu_total_bytes < needed:
             raise ValueError(
                 f"a GPU cache quota of {quota} bytes is too small for live recurrent states in grains of "
-                f"{split.grain} bytes: "
-                f"they and one attention page need {needed} bytes. Raise max_gpu_total_bytes or lower "
-                "max_batch_size."
+                f"{split.grain} bytes: they and one attention page need {needed} bytes. Raise "
+                "max_gpu_total_bytes or lower max_batch_size."
             )
-        logger.info(
-            f"GPU cache quota {quota / _MIB:.1f} MiB: {reserved.reserved_bytes / _MIB:.1f} MiB for the "
-            "draft records of "
-            f"{reserved.slots} slots, {reserved.tier_bytes / _MIB:.1f} MiB for the pools of states and "
-            "attention pages"
-        )
         return config
 
     def _num_snapshots(self, max_tokens: int) -> int:

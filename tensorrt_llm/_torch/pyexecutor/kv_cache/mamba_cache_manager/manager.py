@@ -471,6 +471,10 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, BaseMambaCacheManager):
         """Bytes beside the storage's pools: the scheme's buffers and the counts."""
         return 0 if self._map.buffers is None else self._map.buffers.nbytes
 
+    @property
+    def side_bytes_in_quota(self) -> int:
+        return self.num_state_slots * self._hybrid.states.reserved_bytes_per_slot
+
     def check_integrity(self) -> None:
         """As for attention; and every mapped request is open, and no two of them share a state slot."""
         super().check_integrity()

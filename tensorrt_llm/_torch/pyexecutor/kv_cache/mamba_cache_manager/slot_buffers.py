@@ -19,6 +19,7 @@ from tensorrt_llm._torch.modules.kda.verify_scheme import (
     VerifyScheme,
 )
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.index_buffers import index_tensor
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options import COUNT_DTYPE
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.views import SpeculativeState
 
 
@@ -74,7 +75,7 @@ class SlotBuffers:
         self.tensors: dict[str, Tensor] = {
             spec.name: spec.allocate(len(temporal), num_slots, device) for spec in self._specs
         }
-        self.num_accepted = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.num_accepted = torch.zeros(num_slots, dtype=COUNT_DTYPE, device=device)
         self._layers = [
             SpeculativeState(
                 conv=conv[layer],

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Concatenate, ParamSpec, TypeVar
 
+import torch
+
 from tensorrt_llm._torch.modules.kda.verify_scheme import (
     RECORDS,
     REPLAY,
@@ -23,6 +25,10 @@ QUOTA_BUFFERS = frozenset({"kda_state_tok"})
 """Side buffers that the GPU quota pays for; all others lie outside it and count in the measured peak (spec.md
 3).
 """
+
+
+COUNT_DTYPE = torch.int32
+"""Of the drafts pending in a slot, one number for all layers."""
 
 
 def explain_keyword(
@@ -101,6 +107,11 @@ class VerifyPlan:
         """Bytes beside the pools that the quota pays for: 3 M H K fp32 values with records, else 0."""
         buffers = self.scheme.slot_buffers(self.geometry)
         return sum(buffer.bytes_per_slot_layer for buffer in buffers if buffer.name in QUOTA_BUFFERS)
+
+    @property
+    def bytes_per_slot_layer(self) -> int:
+        """All bytes beside the pools."""
+        return sum(buffer.bytes_per_slot_layer for buffer in self.scheme.slot_buffers(self.geometry))
 
 
 def plan_verify(

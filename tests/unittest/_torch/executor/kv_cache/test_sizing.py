@@ -10,8 +10,14 @@ import pytest
 import torch
 
 from tensorrt_llm._torch.modules.kda.verify_scheme import INTERMEDIATE, RECORDS, REPLAY
-from tensorrt_llm._torch.pyexecutor.kv_cache.config import CacheType, KvCacheSettings, MambaStateSettings
-from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan
+from tensorrt_llm._torch.pyexecutor.kv_cache.config import (
+    CacheType,
+    KvCacheSettings,
+    MambaStateSettings,
+    SpecSettings,
+)
+from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan, create_manager
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.hybrid_sizing import HybridSizing
 from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import (
     UNLIMITED_TOKENS,
@@ -25,7 +31,15 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.storage_builder import cache_tiers
 from tensorrt_llm.mapping import Mapping
 from tensorrt_llm.runtime.kv_cache_manager_v2 import KVCacheManagerConfig
 from tensorrt_llm.runtime.kv_cache_manager_v2.quota import TierSplit, split_gpu_quota
-from tests.unittest._torch.executor.kv_cache.helpers import GIB, Traits, k3_plan, settings
+from tests.unittest._torch.executor.kv_cache.helpers import (
+    GIB,
+    MIB,
+    Kda,
+    Traits,
+    k3_plan,
+    settings,
+    side_tensors,
+)
 
 R = 4_451_328
 B = 28_085_760
@@ -253,3 +267,86 @@ def test_limits_are_checked() -> None:
 def test_max_tokens_must_be_positive() -> None:
     with pytest.raises(ValueError, match="max_tokens is 0"):
         gpu_quota_bytes(KvCacheSettings(max_tokens=0), k3_plan().sizing())
+
+
+def random_plan(rng: random.Random) -> CachePlan:
+    """A small model under a small configuration."""
+    num_layers = rng.randrange(1, 7)
+    kda_layers = tuple(i for i in range(num_layers) if rng.random() < 0.6)
+    traits = Traits(
+        num_layers=num_layers,
+        attention_layers=tuple(i for i in range(num_layers) if i not in kda_layers),
+        kda_layers=kda_layers,
+        kda=Kda(
+            num_heads=2 * rng.randrange(1, 4),
+            head_dim=rng.choice((2, 4, 6, 16)),
+            conv_width=rng.randrange(2, 6),
+        ),
+        latent_dim=rng.randrange(1, 40),
+        dtype=rng.choice((torch.float32, torch.bfloat16)),
+    )
+    tp_size, pp_size = rng.choice((1, 2)), rng.choice((1, 1, 2))
+    world = tp_size * pp_size
+    scheme = rng.choice((None, "records", "replay", "intermediate"))
+    return CachePlan(
+        traits=traits,
+        mapping=Mapping(
+            world_size=world,
+            rank=rng.randrange(world),
+            tp_size=tp_size,
+            pp_size=pp_size,
+            enable_attention_dp=rng.random() < 0.2,
+        ),
+        kv_cache_config=settings(
+            enable_block_reuse=rng.random() < 0.3,
+            max_gpu_total_bytes=rng.randrange(2 * MIB, 24 * MIB),
+            max_tokens=rng.choice((None, rng.randrange(1, 500))),
+            max_util_for_resume=rng.choice((0.5, 0.9, 0.95, 1.0)),
+        ),
+        tokens_per_block=rng.choice((1, 4, 8)),
+        max_seq_len=rng.randrange(8, 200),
+        max_batch_size=rng.randrange(1, 9),
+        spec_config=SpecSettings(max_draft_len=rng.randrange(1, 6)) if rng.random() < 0.8 else None,
+        kda_token_states=scheme == "records",
+        kda_verify_scheme=scheme,
+    )
+
+
+def test_predicted_bytes_are_what_is_allocated() -> None:
+    """200 random small configurations: pools, state views and side buffers, byte for byte."""
+    rng, built_ones, refused = random.Random(4), 0, 0
+    while built_ones < 200:
+        plan = random_plan(rng)
+        sizing = hybrid(plan)
+        try:
+            config = built(plan)
+        except ValueError:
+            refused += 1
+            continue
+        manager = create_manager(plan, MambaHybridCacheManagerV2, device="cpu")
+        assert isinstance(manager, MambaHybridCacheManagerV2)
+        slots = sizing.num_state_slots(config)
+        split = split_gpu_quota(config)
+        pools = sum(n * sum(sizes) for n, sizes in zip(split.num_slots, split.slot_sizes, strict=True))
+        views = [*manager.mamba_layer_offsets]
+        states = [
+            manager.get_ssm_states(layer).nbytes + manager.get_conv_states(layer).nbytes for layer in views
+        ]
+        pages = [
+            manager.get_buffers(layer).nbytes
+            for layer, shape in zip(manager.pp_layers, manager.layers.shapes, strict=True)
+            if shape.num_kv_heads
+        ]
+        side = side_tensors(manager)
+        # A padded row takes more than its view shows.
+        nbytes = {name: tensor.untyped_storage().nbytes() for name, tensor in side.items()}
+        assert manager.num_state_slots == slots
+        assert sum(states) == slots * sizing.states.pool_bytes_per_slot
+        assert sum(states) + sum(pages) == pools == manager.allocated_bytes
+        in_quota = slots * sizing.states.reserved_bytes_per_slot
+        assert nbytes.get("kda_state_tok", 0) == manager.side_bytes_in_quota == in_quota
+        predicted = in_quota + slots * sizing.free_side_bytes_per_slot
+        assert sum(nbytes.values()) == predicted == manager.side_bytes
+        manager.shutdown()
+        built_ones += 1
+    assert refused < 200

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`KvCacheCreator`: the lowest of three limits, one budget for target and drafter, side buffers counted."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from tensorrt_llm._torch.pyexecutor.kv_cache.budget import (
+    KvCacheCreator,
+    Managers,
+    split_budget,
+    with_quota,
+)
+from tensorrt_llm._torch.pyexecutor.kv_cache.config import SpecSettings
+from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan
+from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import CacheCost
+from tensorrt_llm.mapping import Mapping
+from tests.unittest._torch.executor.kv_cache.helpers import MIB, Traits, settings
+
+
+@dataclass
+class Memory:
+    """A device of 256 MiB where a step uses 40 MiB beside pools and side buffers."""
+
+    total: int = 256 * MIB
+    step: int = 40 * MIB
+    managers: Managers | None = None
+    log: list[str] = field(default_factory=list)
+
+    def total_bytes(self) -> int:
+        return self.total
+
+    def free_bytes(self) -> int:
+        return self.total
+
+    def start_measuring(self) -> None:
+        self.log.append("start")
+
+    def peak_bytes(self) -> int:
+        assert self.managers is not None
+        self.log.append("peak")
+        built = [manager for manager in self.managers if manager is not None]
+        return self.step + sum(manager.allocated_bytes + manager.side_bytes for manager in built)
+
+
+def plan(**config: object) -> CachePlan:
+    return CachePlan(
+        traits=Traits(),
+        mapping=Mapping(),
+        kv_cache_config=settings(**{"max_gpu_total_bytes": 0, **config}),
+        tokens_per_block=4,
+        max_seq_len=64,
+        max_batch_size=2,
+        max_num_tokens=128,
+        spec_config=SpecSettings(max_draft_len=2),
+        kda_token_states=True,
+    )
+
+
+def measured(creator: KvCacheCreator, memory: Memory) -> int:
+    """The side bytes that were counted in the peak."""
+    seen: list[int] = []
+
+    def run_step(managers: Managers) -> None:
+        memory.managers = managers
+        seen.append(sum(m.side_bytes for m in managers if m is not None))
+
+    creator.configure_kv_cache_capacity(run_step)
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("limits", "quota_mib"),
+    [
+        ({"free_gpu_memory_fraction": None, "max_gpu_total_bytes": 24 * MIB}, 24),
+        ({"free_gpu_memory_fraction": 0.125}, 32),
+        ({"free_gpu_memory_fraction": 0.5, "max_gpu_total_bytes": 24 * MIB}, 24),
+        ({"free_gpu_memory_fraction": 0.125, "max_gpu_total_bytes": 64 * MIB}, 32),
+    ],
+)
+def test_the_lowest_limit_wins(limits: dict[str, object], quota_mib: int) -> None:
+    creator = KvCacheCreator(plan(**limits), device="cpu", memory=Memory())
+    assert creator.try_prepare_estimation() is False
+    assert creator.max_gpu_total_bytes == quota_mib * MIB
+    target, draft = creator.build_managers()
+    assert draft is None
+    # Where the memory was looked at, what lies beside the quota has to fit as well.
+    fits_beside = limits["free_gpu_memory_fraction"] == 0.125
+    side = target.side_bytes if fits_beside else target.side_bytes_in_quota
+    left = quota_mib * MIB - target.impl.get_quota() - side
+    assert 0 <= left < 2 * MIB
+    target.shutdown()
+
+
+def test_max_tokens_may_be_the_lowest_limit() -> None:
+    creator = KvCacheCreator(
+        plan(max_tokens=256, max_gpu_total_bytes=200 * MIB), device="cpu", memory=Memory()
+    )
+    creator.try_prepare_estimation()
+    target, _ = creator.build_managers()
+    assert target.impl.get_quota() < 64 * MIB
+    assert target.kv_cache_config.max_tokens == 256
+    target.shutdown()
+
+
+def test_side_buffers_count_in_the_measured_peak() -> None:
+    memory = Memory()
+    creator = KvCacheCreator(plan(free_gpu_memory_fraction=0.5), device="cpu", memory=memory)
+    side = measured(creator, memory)
+    assert side > 0 and memory.log == ["start", "peak"]
+    assert creator.max_gpu_total_bytes == (memory.total - memory.step - side) // 2
+
+
+def test_the_estimation_keeps_records_and_drops_what_only_sizes_pools() -> None:
+    memory = Memory()
+    base = plan(free_gpu_memory_fraction=0.5, avg_seq_len=32, max_gpu_total_bytes=64 * MIB)
+    creator = KvCacheCreator(base, device="cpu", memory=memory)
+
+    def check(managers: Managers) -> None:
+        memory.managers = managers
+        target = managers.target
+        assert target.is_estimating_kv_cache and target.keeps_kda_token_states
+        assert target.kv_cache_config.max_tokens == 128 + 2 * 4
+        assert target.kv_cache_config.avg_seq_len is None
+        assert target.kv_cache_config.max_gpu_total_bytes == 0
+
+    creator.configure_kv_cache_capacity(check)
+    assert creator.max_gpu_total_bytes == 64 * MIB
+    target, _ = creator.build_managers()
+    assert target.kv_cache_config.avg_seq_len == 32 and target.kv_cache_config.max_tokens is None
+    target.shutdown()
+
+
+def test_a_failing_step_leaves_nothing_behind() -> None:
+    creator = KvCacheCreator(plan(free_gpu_memory_fraction=0.5), device="cpu", memory=Memory())
+    built: list[Managers] = []
+
+    def fail(managers: Managers) -> None:
+        built.append(managers)
+        raise RuntimeError("no kernel")
+
+    with pytest.raises(RuntimeError, match="no kernel"):
+        creator.configure_kv_cache_capacity(fail)
+    assert built[0].target.kv_cache_map == {} and built[0].target.num_state_slots == 0
+
+
+def test_one_budget_for_target_and_drafter() -> None:
+    target, draft = (
+        CacheCost(slope_bytes=300, intercept_bytes=1_000),
+        CacheCost(slope_bytes=100, intercept_bytes=500),
+    )
+    split = split_budget(41_500, target, draft)
+    assert (split.target_bytes, split.draft_bytes) == (31_000, 10_500)
+    with pytest.raises(ValueError, match="need 1500 bytes before the first token, but their budget is 1499"):
+        split_budget(1_499, target, draft)
+
+
+def test_target_and_drafter_share_the_budget_and_the_drafter_keeps_no_records() -> None:
+    draft = replace(
+        plan(),
+        traits=Traits(num_layers=1, attention_layers=(0,), kda_layers=(), kda=None),
+        is_draft=True,
+    )
+    base = plan(max_gpu_total_bytes=96 * MIB, free_gpu_memory_fraction=None)
+    managers = KvCacheCreator(base, draft_plan=draft, device="cpu", memory=Memory()).build_managers()
+    assert managers.draft is not None
+    quotas = [manager.kv_cache_config.max_gpu_total_bytes for manager in managers if manager is not None]
+    assert sum(quotas) == 96 * MIB
+    assert managers.target.keeps_kda_token_states
+    tokens = [m.num_attention_pages * m.tokens_per_block for m in managers if m is not None]
+    assert abs(tokens[0] - tokens[1]) < 0.1 * tokens[0]
+    for manager in managers:
+        assert manager is not None
+        manager.shutdown()
+
+
+def test_with_quota_changes_what_it_says() -> None:
+    config = settings(max_tokens=5, pool_ratio=(0.5, 0.5), avg_seq_len=7)
+    changed = with_quota(config, 9, max_tokens=6, keeps_ratio=False)
+    assert changed == replace(config, max_gpu_total_bytes=9, max_tokens=6, pool_ratio=None, avg_seq_len=None)
+    assert with_quota(config, 3) == replace(config, max_gpu_total_bytes=3)
+
+
+def test_side_buffers_of_more_slots_than_were_measured_come_off_the_quota() -> None:
+    """Off the floor the final manager has many more slots than the one that was measured."""
+    memory = Memory(total=512 * MIB)
+    base = replace(plan(free_gpu_memory_fraction=1.0), kda_token_states=False)
+    creator = KvCacheCreator(base, device="cpu", memory=memory)
+    side = measured(creator, memory)
+    budget = memory.total - memory.step - side
+    target, _ = creator.build_managers()
+    used = target.impl.get_quota() + target.side_bytes - side
+    assert budget - 2 * MIB < used <= budget
+    assert target.side_bytes > 20 * side
+    target.shutdown()
