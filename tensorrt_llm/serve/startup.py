@@ -25,6 +25,9 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        # Sockets that allow reuse may share a port until one listens: a second server would load its model
+        # only to fail then. `ServerProcess.run` allows reuse again, so that a restart need not wait.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError:
         bound.close()
         raise
@@ -65,6 +68,7 @@ class ServerProcess:
             gc.disable()
         config = uvicorn.Config(app, log_level="warning", backlog=BACKLOG, timeout_graceful_shutdown=GRACE_S)
         self._server = _AnnouncingServer(config, on_listening)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._server.run(sockets=[bound])
         return not self._failed
 
