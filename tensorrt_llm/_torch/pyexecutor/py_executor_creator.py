@@ -2,7 +2,7 @@
 """From a configuration to an executor: model, cache manager, drafter, loop."""
 
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import cast
 
 import torch
@@ -11,7 +11,6 @@ from tensorrt_llm import envs, logger
 from tensorrt_llm._torch.models.auto import load_model
 from tensorrt_llm._torch.models.modeling_kimi import KimiForCausalLM
 from tensorrt_llm._torch.modules.kda.verify_scheme import get_scheme
-from tensorrt_llm._torch.pyexecutor._util import _create_kv_cache_manager, get_kv_cache_manager_cls
 from tensorrt_llm._torch.pyexecutor.config import (
     ExecutorConfig,
     ResolvedVerifyScheme,
@@ -21,15 +20,21 @@ from tensorrt_llm._torch.pyexecutor.config import (
     resolve_verify_scheme,
 )
 from tensorrt_llm._torch.pyexecutor.description import ExecutorDescription
-from tensorrt_llm._torch.pyexecutor.kv_cache.config import KvCacheSettings
+from tensorrt_llm._torch.pyexecutor.kv_cache.budget import KvCacheCreator, Managers
+from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan, wants_token_states
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
+from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import gpu_quota_bytes
 from tensorrt_llm._torch.pyexecutor.kv_cache.traits import EngineStandIn
 from tensorrt_llm._torch.pyexecutor.model_engine import ModelEngine
 from tensorrt_llm._torch.pyexecutor.py_executor import CacheManager, LoopOptions, PyExecutor
 from tensorrt_llm._torch.pyexecutor.scheduler import SchedulerLimits
+from tensorrt_llm._torch.pyexecutor.warmup import full_step_lengths, run_full_step
 from tensorrt_llm._torch.speculative.create import create_drafter
 from tensorrt_llm._torch.speculative.speculator import Speculator
 from tensorrt_llm.mapping import Mapping
+
+_ROUNDING_BYTES = 64 << 20
+"""A few grains of the smallest pools (2 MiB each)."""
 
 
 def create_py_executor(config: ExecutorConfig) -> PyExecutor:
@@ -123,22 +128,10 @@ def build_py_executor(
 def _create_manager(
     config: ExecutorConfig, resolved: ResolvedVerifyScheme, model: KimiForCausalLM, device: torch.device
 ) -> MambaHybridCacheManagerV2:
-    assert config.max_seq_len is not None, "limit_to_model fills it in"
-    settings = replace(config.kv_cache_config, enable_block_reuse=resolved.enable_block_reuse)
-    settings = with_memory_limits(settings, config.max_batch_size * config.max_seq_len, free_bytes(device))
-    manager = _create_kv_cache_manager(
-        EngineStandIn(model),
-        get_kv_cache_manager_cls(model.traits, settings),
-        Mapping(),
-        settings,
-        model.traits.default_tokens_per_block,
-        config.max_seq_len,
-        config.max_batch_size,
-        config.speculation,
-        config.max_num_tokens,
-        kda_verify_scheme=None if config.speculation is None else resolved.scheme,
-        device=device.type,
-    )
+    creator = KvCacheCreator(plan_cache(config, resolved, model), device=device.type)
+    if creator.try_prepare_estimation():
+        creator.configure_kv_cache_capacity(partial(_run_full_step, config, model, device))
+    manager = creator.build_managers().target
     if not isinstance(manager, MambaHybridCacheManagerV2):
         raise ValueError(
             f"the cache manager is {type(manager).__name__}; the loop needs one with recurrent states: leave "
@@ -147,23 +140,41 @@ def _create_manager(
     return manager
 
 
-def with_memory_limits(settings: KvCacheSettings, full_tokens: int, available_bytes: int) -> KvCacheSettings:
-    """The settings with both limits set: no more tokens than all requests at full length can use, and no more
-    bytes than the given share of the available ones."""
-    tokens = full_tokens if settings.max_tokens is None else settings.max_tokens
-    limits = [settings.max_gpu_total_bytes] if settings.max_gpu_total_bytes > 0 else []
-    if settings.free_gpu_memory_fraction is not None:
-        limits.append(int(settings.free_gpu_memory_fraction * available_bytes))
-    return replace(settings, max_tokens=tokens, max_gpu_total_bytes=min(limits, default=0))
+def plan_cache(config: ExecutorConfig, resolved: ResolvedVerifyScheme, model: KimiForCausalLM) -> CachePlan:
+    """What the cache is made from: no more tokens than all requests at full length can use.
+
+    Where the user gave no bytes either, their bound is twice what these tokens need and room for rounding to
+    the storage's grains, so that a share of a large memory does not count as asked for.
+    """
+    assert config.max_seq_len is not None, "limit_to_model fills it in"
+    settings = replace(config.kv_cache_config, enable_block_reuse=resolved.enable_block_reuse)
+    if settings.max_tokens is None:
+        settings = replace(settings, max_tokens=config.max_batch_size * config.max_seq_len)
+    plan = CachePlan(
+        traits=model.traits,
+        mapping=Mapping(),
+        kv_cache_config=settings,
+        tokens_per_block=model.traits.default_tokens_per_block,
+        max_seq_len=config.max_seq_len,
+        max_batch_size=config.max_batch_size,
+        spec_config=config.speculation,
+        max_num_tokens=config.max_num_tokens,
+        kda_token_states=wants_token_states(EngineStandIn(model)),
+        kda_verify_scheme=None if config.speculation is None else resolved.scheme,
+    )
+    if settings.max_gpu_total_bytes > 0:
+        return plan
+    bound = 2 * gpu_quota_bytes(settings, plan.sizing()) + _ROUNDING_BYTES
+    return plan.with_config(replace(settings, max_gpu_total_bytes=bound))
 
 
-def free_bytes(device: torch.device) -> int:
-    """Free memory of the GPU, or available memory of the host."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(line for line in lines if line.startswith("MemAvailable:"))
-    return int(available.split()[1]) << 10
+def _run_full_step(
+    config: ExecutorConfig, model: KimiForCausalLM, device: torch.device, managers: Managers
+) -> None:
+    assert config.max_seq_len is not None, "limit_to_model fills it in"
+    cache = cast(CacheManager, managers.target)
+    lengths = full_step_lengths(config.max_num_tokens, config.max_batch_size, config.max_seq_len)
+    run_full_step(ModelEngine(model, cache, model.traits.attention_layers[0], device), cache, lengths)
 
 
 def describe(

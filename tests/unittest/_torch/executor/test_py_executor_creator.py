@@ -16,7 +16,6 @@ from tensorrt_llm._torch.pyexecutor.py_executor_creator import (
     resolve_config_scheme,
     resolve_device,
     resolve_dtype,
-    with_memory_limits,
 )
 from tensorrt_llm._torch.speculative.interface import SpeculationSpec
 from tests.unittest._torch.executor.fakes import Collected
@@ -143,16 +142,20 @@ def test_cuda_without_a_gpu_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "max_tokens", "max_bytes"),
-    [
-        (KvCacheSettings(), 600, 900),
-        (KvCacheSettings(max_tokens=50), 50, 900),
-        (KvCacheSettings(max_gpu_total_bytes=100), 600, 100),
-        (KvCacheSettings(max_gpu_total_bytes=5000), 600, 900),
-        (KvCacheSettings(free_gpu_memory_fraction=None), 600, 0),
-        (KvCacheSettings(free_gpu_memory_fraction=None, max_gpu_total_bytes=70), 600, 70),
-    ],
+    ("given", "tokens"), [(KvCacheSettings(), 600), (KvCacheSettings(max_tokens=310), 310)]
 )
-def test_memory_limits(given: KvCacheSettings, max_tokens: int, max_bytes: int) -> None:
-    limited = with_memory_limits(given, full_tokens=600, available_bytes=1000)
-    assert (limited.max_tokens, limited.max_gpu_total_bytes) == (max_tokens, max_bytes)
+def test_the_cache_holds_all_requests_at_full_length_unless_told(
+    folder: Path, given: KvCacheSettings, tokens: int
+) -> None:
+    executor = create_py_executor(config_for(folder, kv_cache_config=given))
+    about = executor.description
+    executor.shutdown()
+    held = about.attention_pages * about.tokens_per_page
+    # Pools come in grains of 2 MiB, and max_util_for_resume adds its share.
+    assert tokens <= held <= tokens / 0.95 + (2 << 20) / (2 * 24 * 4)
+
+
+def test_a_cache_too_small_for_its_states_is_refused(folder: Path) -> None:
+    small = KvCacheSettings(max_gpu_total_bytes=1000)
+    with pytest.raises(ValueError, match="1000"):
+        create_py_executor(config_for(folder, kv_cache_config=small))
