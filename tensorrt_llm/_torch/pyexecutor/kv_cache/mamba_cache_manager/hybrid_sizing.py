@@ -87,7 +87,7 @@ class HybridSizing(AttentionSizing):
             spec=spec,
             verify=verify,
             states=states,
-            snapshots=SnapshotRules.of(config),
+            snapshots=SnapshotRules.of(config, limits.tokens_per_block),
             num_resident=num_resident,
             num_dummy_slots=num_dummy_slots,
             enable_block_reuse=config.enable_block_reuse,

@@ -3,8 +3,7 @@
 storage.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import overload
 
 import torch
@@ -33,6 +32,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.index_buffers i
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.live_floor import gpu_grain_bytes
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.slot_buffers import SlotBuffers
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.slot_map import SlotMap
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.snapshots import next_chunk_end
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.state_spec import (
     MambaRole,
     RecurrentShape,
@@ -49,7 +49,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.views import St
 from tensorrt_llm._torch.pyexecutor.kv_cache.requests import CacheBatch, CacheRequest, DummyRequest
 from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import cache_limits, local_layers
 from tensorrt_llm.mapping import Mapping
-from tensorrt_llm.runtime.kv_cache_manager_v2 import LayerId
+from tensorrt_llm.runtime.kv_cache_manager_v2 import LayerId, _KVCache
 
 
 class _SideBuffer:
@@ -385,20 +385,26 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, BaseMambaCacheManager):
                 self._map.suspend(req.py_request_id)
             super().suspend_request(req)
 
-    @contextmanager
-    def _on_cache_stream(self) -> Iterator[None]:
-        """Run work on the caches' stream, after what the current stream was given and before what it will be.
+    def expect_snapshot_points(self, req: CacheRequest) -> list[int]:
+        """Token counts of the prompt at which a snapshot of its state is kept for reuse, ascending."""
+        if not self._may_reuse(req):
+            return []
+        return self._hybrid.snapshots.points(req.prompt_len)
 
-        The storage orders the moves of pages against that stream.
-        """
-        if self._stream is None:
-            yield
-            return
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+    def clip_context_chunk(self, req: CacheRequest, num_tokens: int) -> int:
+        """How many of the next `num_tokens` prompt tokens run in one chunk: up to a snapshot point."""
+        start = req.context_current_position
+        return next_chunk_end(start, start + num_tokens, self.expect_snapshot_points(req)) - start
+
+    def _commit_prompt(self, req: CacheRequest, cache: _KVCache, num_computed: int) -> None:
+        """Offer the prompt for reuse where a chunk ends at a snapshot point: the state stands there."""
+        if num_computed in self.expect_snapshot_points(req):
+            self._commit_tokens(req, cache, num_computed)
+        if num_computed >= req.prompt_len:
+            cache.stop_committing()
+
+    def _commit_output(self, req: CacheRequest, cache: _KVCache) -> None:
+        """Nothing: an output leaves no snapshot, without which its attention pages cannot be reused."""
 
     def revert_allocate_generation(self, req: CacheRequest) -> None:
         self._map.acceptance_pending.discard(req.py_request_id)
@@ -420,7 +426,7 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, BaseMambaCacheManager):
         num_extra_decoding_steps: int = 0,
         draft_kv_cache_manager: KVCacheManagerV2 | None = None,
     ) -> list[DummyRequest] | None:
-        """As for attention; generation dummies, which are read without a prefill, start from zeroed slots."""
+        """As for attention; dummies that generate, which are read without a prefill, start at zero."""
         dummies = super().add_dummy_requests(
             request_ids,
             token_nums,

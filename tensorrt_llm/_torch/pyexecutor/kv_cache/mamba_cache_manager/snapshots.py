@@ -9,27 +9,38 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.config import KvCacheConfigLike
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotRules:
-    """Snapshot points of a prompt: every multiple of `interval_tokens` (0: none), and fixed offsets from its
-    start and end.
+    """Snapshot points of a prompt: every multiple of `interval_tokens` (0: none), and offsets from its ends.
 
-    An offset from the end counts backwards from the last token that a later prompt could reuse.
+    Points are rounded down to multiples of `alignment_tokens`, where a prefill chunk can end and start.
     """
 
     interval_tokens: int = 0
     from_start_tokens: tuple[int, ...] = ()
     from_end_tokens: tuple[int, ...] = ()
+    alignment_tokens: int = 1
 
     @classmethod
-    def of(cls, config: KvCacheConfigLike) -> "SnapshotRules":
-        """The rules in force: none without block reuse; a policy per conversation has no periodic ones."""
+    def of(cls, config: KvCacheConfigLike, alignment_tokens: int) -> "SnapshotRules":
+        """The rules in force: none without block reuse; a policy per conversation has no periodic ones.
+
+        Raises ValueError for branch snapshots, and for an interval that no chunk can end at.
+        """
+        state = config.mamba_state_config
+        if state.enable_branch_snapshot:
+            raise ValueError("mamba_state_config.enable_branch_snapshot is not supported: set it to False")
         if not config.enable_block_reuse:
             return cls()
-        state = config.mamba_state_config
-        periodic = config.block_reuse_config.policy != "per_conversation"
+        interval = state.periodic_snapshot_interval
+        if interval % alignment_tokens:
+            raise ValueError(
+                f"mamba_state_config.periodic_snapshot_interval is {interval}; it must be a multiple of "
+                f"tokens_per_block, {alignment_tokens}"
+            )
         return cls(
-            interval_tokens=state.periodic_snapshot_interval if periodic else 0,
+            interval_tokens=0 if config.block_reuse_config.policy == "per_conversation" else interval,
             from_start_tokens=tuple(state.additional_snapshot_offsets_from_start),
             from_end_tokens=tuple(state.additional_snapshot_offsets_from_end),
+            alignment_tokens=alignment_tokens,
         )
 
     @property
@@ -37,26 +48,22 @@ class SnapshotRules:
         return bool(self.interval_tokens or self.from_start_tokens or self.from_end_tokens)
 
     def num_fixed(self, max_seq_len: int) -> int:
-        """Snapshots per request that do not grow with its length, without those no prompt of max_seq_len
-        tokens reaches.
-        """
-        return len(set(self._reachable(self.from_start_tokens, max_seq_len))) + len(
-            set(self._reachable(self.from_end_tokens, max_seq_len))
-        )
+        """Snapshots per request that do not grow with its length, as far as max_seq_len tokens reach them."""
+        starts = {self._aligned(offset) for offset in self.from_start_tokens if offset <= max_seq_len}
+        ends = {offset for offset in self.from_end_tokens if offset < max_seq_len}
+        return len(starts - {0}) + len(ends)
 
     def points(self, prompt_len: int) -> list[int]:
         """Token counts in (0, prompt_len] at which this prompt is to be snapshotted, ascending."""
-        points = set(self._reachable(self.from_start_tokens, prompt_len))
-        points.update(prompt_len - offset for offset in self._reachable(self.from_end_tokens, prompt_len - 1))
-        if self.from_end_tokens and 0 in self.from_end_tokens:
-            points.add(prompt_len)
+        wanted = [offset for offset in self.from_start_tokens if offset <= prompt_len]
+        wanted += [prompt_len - offset for offset in self.from_end_tokens if offset < prompt_len]
+        points = {self._aligned(point) for point in wanted}
         if self.interval_tokens:
             points.update(range(self.interval_tokens, prompt_len + 1, self.interval_tokens))
-        return sorted(points)
+        return sorted(points - {0})
 
-    @staticmethod
-    def _reachable(offsets: Iterable[int], limit: int) -> list[int]:
-        return [offset for offset in offsets if 0 < offset <= limit]
+    def _aligned(self, tokens: int) -> int:
+        return tokens - tokens % self.alignment_tokens
 
 
 def next_chunk_end(position: int, chunk_end: int, points: Iterable[int]) -> int:
