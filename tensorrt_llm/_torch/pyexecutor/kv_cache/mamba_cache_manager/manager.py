@@ -9,6 +9,7 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from tensorrt_llm._torch.modules.kda.verify_scheme import VerifyScheme
 from tensorrt_llm._torch.pyexecutor.kv_cache.config import (
     CacheType,
     KvCacheConfigLike,
@@ -30,7 +31,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.index_buffers i
     index_tensor,
 )
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.live_floor import gpu_grain_bytes
-from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.slot_buffers import SlotBuffers
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.slot_buffers import SideBuffer, SlotBuffers
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.slot_map import SlotMap
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.snapshots import next_chunk_end
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.state_spec import (
@@ -52,18 +53,6 @@ from tensorrt_llm.mapping import Mapping
 from tensorrt_llm.runtime.kv_cache_manager_v2 import LayerId, _KVCache
 
 
-class _SideBuffer:
-    """An attribute of the manager that is one of the scheme's buffers [L, N, ...]; None where the scheme has
-    none of it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, manager: "MambaHybridCacheManagerV2", owner: type | None = None) -> Tensor | None:
-        return manager.side_buffer(self._name)
-
-
 class MambaHybridCacheManagerV2(KVCacheManagerV2, BaseMambaCacheManager):
     """Pages for attention layers, a state slot for recurrent ones, and beside a slot what the verify scheme
     keeps of drafts.
@@ -78,14 +67,14 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, BaseMambaCacheManager):
 
     _supports_reuse_match_backoff = False
 
-    kda_state_tok = _SideBuffer("kda_state_tok")
-    kda_conv_q = _SideBuffer("kda_conv_q")
-    kda_conv_k = _SideBuffer("kda_conv_k")
-    kda_conv_v = _SideBuffer("kda_conv_v")
-    kda_qkg_cache = _SideBuffer("kda_qkg_cache")
-    kda_v_cache = _SideBuffer("kda_v_cache")
-    kda_beta_cache = _SideBuffer("kda_beta_cache")
-    intermediate_ssm_states = _SideBuffer("intermediate_ssm")
+    kda_state_tok = SideBuffer("kda_state_tok")
+    kda_conv_q = SideBuffer("kda_conv_q")
+    kda_conv_k = SideBuffer("kda_conv_k")
+    kda_conv_v = SideBuffer("kda_conv_v")
+    kda_qkg_cache = SideBuffer("kda_qkg_cache")
+    kda_v_cache = SideBuffer("kda_v_cache")
+    kda_beta_cache = SideBuffer("kda_beta_cache")
+    intermediate_ssm_states = SideBuffer("intermediate_ssm")
     intermediate_conv_states = None
 
     @explain_keyword(
@@ -164,7 +153,7 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, BaseMambaCacheManager):
             # Device memory is not zero when it is mapped, and a dummy's slot is read without a prefill.
             for pool in (*self._temporal, *self._conv):
                 pool.zero_()
-        self._map = SlotMap(buffers=self._allocate_side_buffers())
+        self._map = SlotMap(slot_of=self._slot_of, buffers=self._allocate_side_buffers())
         self._layer_views = self._make_layer_views()
 
     def _allocate_side_buffers(self) -> SlotBuffers | None:
@@ -218,6 +207,11 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, BaseMambaCacheManager):
     def side_buffer(self, name: str) -> Tensor | None:
         """A buffer [L, N, ...] of the verify scheme by name; None where the scheme has none of it."""
         return None if self._map.buffers is None else self._map.buffers.tensors.get(name)
+
+    @property
+    def verify_scheme(self) -> VerifyScheme | None:
+        """How rejected drafts are undone; None without verify rounds."""
+        return None if self._hybrid.verify is None else self._hybrid.verify.scheme
 
     @property
     def use_kda_replay_update(self) -> bool:
@@ -304,9 +298,8 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, BaseMambaCacheManager):
     def _setup_state_indices(self, requests: Sequence[CacheRequest], num_contexts: int = 0) -> None:
         """Map these requests, context first, to their slots as of now, and fill the step's index buffers."""
         ids = [req.py_request_id for req in requests]
-        slots = [self._slot_of(request_id) for request_id in ids]
         is_dummy = [req.is_dummy for req in requests]
-        self._map.place(ids, slots, num_contexts)
+        slots = self._map.place(ids, num_contexts)
         self._map.is_dummy.update(zip(ids, is_dummy, strict=True))
         self._rows.store_slots(slots)
         self._rows.store_dummy_mask(is_dummy)
@@ -490,7 +483,7 @@ class MambaHybridCacheManagerV2(KVCacheManagerV2, BaseMambaCacheManager):
 
     def shutdown(self) -> None:
         """Let go of all views and side buffers, then as for attention."""
-        self._map = SlotMap()
+        self._map = SlotMap(slot_of=self._slot_of)
         self._layer_views.clear()
         self._temporal.clear()
         self._conv.clear()

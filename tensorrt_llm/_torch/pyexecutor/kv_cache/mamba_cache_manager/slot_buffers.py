@@ -7,7 +7,7 @@ local recurrent layers, slots of the state pool.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import cast, overload
+from typing import Protocol, cast, overload
 
 import torch
 from torch import Tensor
@@ -168,3 +168,19 @@ def _as_cache(layer: SpeculativeState) -> KdaLayerCache:
     # The protocol's attributes are variables, the view's are read-only; a scheme writes into the tensors
     # alone.
     return cast(KdaLayerCache, layer)
+
+
+class HasSideBuffers(Protocol):
+    """A manager that has buffers beside its slots."""
+
+    def side_buffer(self, name: str) -> Tensor | None: ...
+
+
+class SideBuffer:
+    """An attribute of a manager that is one of its side buffers [L, N, ...]; None where it has none of it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, manager: HasSideBuffers, owner: type | None = None) -> Tensor | None:
+        return manager.side_buffer(self._name)

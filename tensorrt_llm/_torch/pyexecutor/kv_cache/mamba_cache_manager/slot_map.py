@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which state slot belongs to which request, and what a request owes its slot between two steps."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -13,13 +13,15 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.slot_buffers im
 class SlotMap:
     """Requests and their slots as of their last scheduled step, with the buffers beside these slots.
 
-    `buffers` is None where no verify rounds run: slots then carry nothing between steps.
-    state_index: request id -> slot; is_dummy: request id -> whether it is the executor's own.
-    generating: scheduled for generation since it was mapped, so that its extended windows follow the pool's.
-    acceptance_pending: a verify round was launched and its acceptance is not stored: the old count is spent.
-    suspended: has no slot; when it generates again, what lies beside its new slot is seeded from the pool.
+    `slot_of` gives the slot where the storage has a request's state now. `buffers` is None where no verify
+    rounds run: slots then carry nothing between steps. state_index: request id -> slot; is_dummy: request id
+    -> whether it is the executor's own. generating: scheduled for generation since it was mapped, so that its
+    extended windows follow the pool's. acceptance_pending: a verify round was launched and its acceptance is
+    not stored: the old count is spent. suspended: has no slot; when it generates again, what lies beside its
+    new slot is seeded from the pool.
     """
 
+    slot_of: Callable[[int], int]
     buffers: SlotBuffers | None = None
     state_index: dict[int, int] = field(default_factory=dict)
     is_dummy: dict[int, bool] = field(default_factory=dict)
@@ -27,28 +29,40 @@ class SlotMap:
     acceptance_pending: set[int] = field(default_factory=set)
     suspended: set[int] = field(default_factory=set)
 
-    def place(self, ids: Sequence[int], slots: Sequence[int], num_contexts: int) -> None:
-        """Note where the storage has these requests' states, context first, and bring their drafts there.
+    def place(self, ids: Sequence[int], num_contexts: int) -> list[int]:
+        """Note and return where the storage has these requests' states, context first; bring their drafts
+        there.
 
-        RuntimeError where a request has moved whose acceptance is not stored yet.
+        RuntimeError where a request has moved whose acceptance is not stored yet, or has no slot.
         """
-        if self.buffers is not None:
-            self._follow(self.buffers, ids[num_contexts:], slots[num_contexts:])
-            self.suspended.difference_update(ids)
-            self.generating.difference_update(ids[:num_contexts])
-            self.generating.update(ids[num_contexts:])
-        self.state_index.update(zip(ids, slots, strict=True))
-
-    def _follow(self, buffers: SlotBuffers, ids: Sequence[int], slots: Sequence[int]) -> None:
+        slots = [self.slot_of(request_id) for request_id in ids]
         known = self.state_index
-        changed = [(i, slot) for i, slot in zip(ids, slots, strict=True) if known.get(i) != slot]
-        if not changed:
-            return
-        moved = [(i, slot) for i, slot in changed if i in known]
-        self.check_acceptance_stored([i for i, _ in moved], "relocate")
-        buffers.move([known[i] for i, _ in moved], [slot for _, slot in moved])
-        buffers.reset([slot for i, slot in changed if i not in known and i not in self.suspended])
-        buffers.seed([slot for i, slot in changed if i in self.suspended])
+        changed = {i: slot for i, slot in zip(ids, slots, strict=True) if known.get(i) != slot}
+        if changed:
+            self._resettle(changed, frozenset(ids[:num_contexts]))
+        self.suspended.difference_update(ids)
+        self.generating.difference_update(ids[:num_contexts])
+        self.generating.update(ids[num_contexts:])
+        return slots
+
+    def _resettle(self, changed: dict[int, int], contexts: frozenset[int]) -> None:
+        known, taken = self.state_index, set(changed.values())
+        # A slot that is taken over by another request has been left by its last one, scheduled now or not.
+        left = [i for i, slot in known.items() if slot in taken and i not in changed]
+        moved = {i: slot for i, slot in changed.items() if i in known and i not in contexts}
+        moved |= {i: self.slot_of(i) for i in left}
+        if self.buffers is not None:
+            self._move(self.buffers, moved)
+            fresh = {i: slot for i, slot in changed.items() if i not in known and i not in contexts}
+            self.buffers.reset([slot for i, slot in fresh.items() if i not in self.suspended])
+            self.buffers.seed([slot for i, slot in fresh.items() if i in self.suspended])
+        known.update(moved)
+        known.update(changed)
+
+    def _move(self, buffers: SlotBuffers, moved: dict[int, int]) -> None:
+        if moved:
+            self.check_acceptance_stored(moved, "relocate")
+            buffers.move([self.state_index[i] for i in moved], list(moved.values()))
 
     def start_prompts(self, ids: Sequence[int]) -> None:
         """These requests run a prefill chunk: nothing is pending in their slots."""
@@ -81,14 +95,14 @@ class SlotMap:
 
         RuntimeError while its acceptance is pending. Waits for the device.
         """
-        slot = self.state_index.get(request_id)
-        if slot is None:
+        if request_id not in self.state_index:
             return
         self.check_acceptance_stored([request_id], "suspend")
         if self.buffers is not None:
+            self.place([request_id], num_contexts=request_id not in self.generating)
             # A prompt's state and window are in the pool already; only rounds leave something beside it.
             if request_id in self.generating:
-                self.buffers.commit([slot])
+                self.buffers.commit([self.state_index[request_id]])
             self.suspended.add(request_id)
         del self.state_index[request_id]
         self.generating.discard(request_id)

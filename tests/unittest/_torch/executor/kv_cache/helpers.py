@@ -138,11 +138,14 @@ def make_manager(
     mapping: Mapping | None = None,
     config: KvCacheSettings | None = None,
     device: str = "cpu",
+    decoding_type: str = "NGram",
     **keywords: object,
 ) -> MambaHybridCacheManagerV2:
     """A manager of recurrent layers followed by attention layers, fp32 throughout."""
     recurrent = [True] * num_state_layers + [False] * num_attention_layers
-    spec = SpecSettings(max_draft_len=num_spec or 2) if with_spec_config else None
+    spec = (
+        SpecSettings(max_draft_len=num_spec or 2, decoding_type=decoding_type) if with_spec_config else None
+    )
     return MambaHybridCacheManagerV2(
         head_dim,
         conv_width,

@@ -48,6 +48,7 @@ from tests.unittest._torch.executor.kv_cache.helpers import (
     side_tensors,
     slot_of,
 )
+from tests.unittest._torch.executor.kv_cache.toy_kda import Literal, ToyKda, logical_layers
 
 DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.cuda)]
 on_each_device = pytest.mark.parametrize("device", DEVICES)
@@ -188,8 +189,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 def move_slots(manager: MambaHybridCacheManagerV2, moves: dict[Request, int]) -> None:
     """Let the storage report these slots for these requests, as after a defragmentation."""
     moved = {req.py_request_id: slot for req, slot in moves.items()}
-    actual = manager._slot_of
-    manager._slot_of = lambda request_id: moved.get(request_id) or actual(request_id)  # type: ignore[method-assign]
+    actual = manager._map.slot_of
+    manager._map.slot_of = lambda request_id: moved.get(request_id) or actual(request_id)
 
 
 @on_each_device
@@ -218,7 +219,7 @@ def test_v2_kda_token_states_relocate_with_their_slot(keywords: dict[str, object
         assert same_bits(tensor[:, 2], before[name][:, 1]), name
         others = [slot for slot in range(manager.num_state_slots) if slot not in (1, 2)]
         assert same_bits(tensor[:, others], before[name][:, others]), name
-    del manager._slot_of
+    manager._map.slot_of = manager._slot_of
     manager.shutdown()
     for name in before:
         assert name == "counts" or getattr(manager, name) is None
@@ -505,6 +506,109 @@ def test_v2_kda_replay_commit_and_relocation_without_the_replay_caches(count: in
     manager.shutdown()
 
 
+def run_rounds(
+    manager: MambaHybridCacheManagerV2, toy: ToyKda, req: Request, rounds: list[tuple[list[int], int]]
+) -> list[Tensor]:
+    """Run verify rounds of these tokens, accept so many drafts of each, and return what its slot is worth."""
+    worth = []
+    for tokens, accepted in rounds:
+        req.py_draft_tokens = tokens[1:]
+        assert manager.try_allocate_generation(req)
+        batch = Batch(generation_requests=[req])
+        manager.prepare_resources(batch)
+        toy.verify(manager, [slot_of(manager, req)], [tokens])
+        accept(manager, batch, accepted)
+        for state, window in logical_layers(manager, slot_of(manager, req)):
+            worth += [state.clone(), window.clone()]
+    return worth
+
+
+def start_prompt(manager: MambaHybridCacheManagerV2, toy: ToyKda, req: Request) -> None:
+    admit(manager, req)
+    toy.prefill(manager, slot_of(manager, req), 0, req.tokens)
+
+
+@on_each_device
+@pytest.mark.parametrize("scheme", ["records", "replay", "intermediate"])
+@pytest.mark.parametrize("slot", ["slot_taken", "slot_kept"])
+def test_v2_kda_replay_suspend_resume_matches_an_unsuspended_run(slot: str, scheme: str, device: str) -> None:
+    toy = ToyKda(num_layers=3, H=2, K=32, device=device)
+    before = [([3, 9, 1], 2), ([5, 6, 6], 1)]
+    after = [([7, 8, 2], 2), ([4], 0), ([1, 2, 3], 1)]
+    worth = []
+    for is_suspended in (False, True):
+        manager = make_manager(
+            head_dim=32,
+            kda_verify_scheme=scheme,
+            config=settings(host_cache_size=8 * MIB),
+            device=device,
+        )
+        req = Request(1)
+        start_prompt(manager, toy, req)
+        run_rounds(manager, toy, req, before)
+        old_slot = slot_of(manager, req)
+        if is_suspended:
+            manager.suspend_request(req)
+            manager.suspend_request(req)
+            if slot == "slot_taken":
+                take_every_slot(manager)
+        worth.append(run_rounds(manager, toy, req, after))
+        moved = slot_of(manager, req) != old_slot
+        assert moved is (is_suspended and slot == "slot_taken")
+        manager.check_integrity()
+        manager.shutdown()
+    assert all(torch.equal(one, other) for one, other in zip(*worth, strict=True))
+
+
+def take_every_slot(manager: MambaHybridCacheManagerV2) -> None:
+    """Fill all state slots with others' states, so that suspended ones go to the host; free one."""
+    others = [Request(100 + i, [1]) for i in range(manager.num_state_slots)]
+    for other in others:
+        assert manager.prepare_context(other)
+        slot = manager._slot_of(other.py_request_id)
+        for layer in manager.mamba_layer_offsets:
+            manager.get_ssm_states(layer)[slot] = torch.nan
+            manager.get_conv_states(layer)[slot] = torch.nan
+    for tensor in side_tensors(manager).values():
+        if tensor.is_floating_point():
+            tensor[:] = torch.nan
+    # Any slot but the one that the suspended request had.
+    freed = next(other for other in others if manager._slot_of(other.py_request_id) > 1)
+    manager.free_resources(freed)
+
+
+def test_a_suspended_prompt_goes_on_where_it_was() -> None:
+    """Between two chunks nothing is beside the pool: stale columns must not become the window."""
+    toy = ToyKda(num_layers=3, H=2, K=32)
+    manager = make_manager(head_dim=32, kda_token_states=True)
+    randomize(manager)
+    req = Request(1, [3, 1, 4, 1, 5, 9])
+    assert manager.prepare_context(req) and manager.resize_context(req, 4)
+    req.context_chunk_size = 4
+    batch = Batch(context_requests=[req])
+    manager.prepare_resources(batch)
+    manager.suspend_request(req)
+    assert manager.prepare_context(req)
+    manager.prepare_resources(batch)
+    toy.prefill(manager, slot_of(manager, req), 0, req.tokens[:4])
+    manager.update_context_resources(batch)
+    req.context_current_position, req.context_chunk_size = 4, 2
+    manager.suspend_request(req)
+    assert manager.prepare_context(req) and manager.resize_context(req, 2)
+    manager.prepare_resources(batch)
+    toy.prefill(manager, slot_of(manager, req), 4, req.tokens[4:])
+    manager.update_context_resources(batch)
+    req.context_current_position, req.context_chunk_size = 6, 0
+    manager.suspend_request(req)
+    literal = Literal(toy)
+    literal.feed(req.tokens)
+    literal.feed([8, 2])
+    worth = run_rounds(manager, toy, req, [([8, 2, 6], 1)])
+    expected = [part for layer in literal.layers for part in layer]
+    assert all(torch.equal(one, other) for one, other in zip(worth, expected, strict=True))
+    manager.shutdown()
+
+
 @pytest.mark.parametrize("path", ["kda_replay", "no_replay"])
 def test_v2_kda_replay_refuses_kv_pool_rebalance(path: str) -> None:
     config = settings(enable_kv_pool_rebalance=True)
@@ -586,7 +690,7 @@ def test_moves_and_seeds_are_refused_before_acceptance() -> None:
     move_slots(manager, {req: 2})
     with pytest.raises(RuntimeError, match="relocate request 7"):
         manager.prepare_resources(Batch(generation_requests=[req]))
-    del manager._slot_of
+    manager._map.slot_of = manager._slot_of
     manager.shutdown()
 
 
