@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many drafts a round is worth: none where they would cost more than they bring.
 
-A round of B requests of which one adds k drafts costs 1 + c (2 (B - 1) + k + 2/B), in units of a round of one
-token; without drafts the last two terms are absent. c is `round_cost_per_token`; a request costs about two
-tokens beside its token, and so does leaving the one-token path, which the B requests share. The k drafts add
-E_k = a_0 + a_0 a_1 + ... (k terms) accepted tokens on average, where a_j is the chance that draft j is right
-after the j before it were. The guard takes the k that makes tokens per cost, (B + E_k) / cost, largest.
+A round of B requests of which one adds k drafts costs 1 + c (2 (B - 1) + k + 1/B), in units of a round of
+one token; without drafts the last two terms are absent. c is `round_cost_per_token`; a request costs about
+two tokens beside its token, and leaving the one-token path about one, which the B requests share. The k
+drafts add E_k = a_0 + a_0 a_1 + ... (k terms) accepted tokens on average, where a_j is the chance that
+draft j is right after the j before it were. The guard takes the k that makes tokens per cost, (B + E_k) /
+cost, largest.
 
 a_j comes from this request's own history: how often the text went on as the drafter's match did, by the
 length of the match (m tokens matched before the first draft, m + j before draft j). Every proposal is
@@ -32,8 +33,9 @@ OUTCOME_DECAY = 0.96
 """What an outcome still counts for after the next one of its class: about the last 25 matter."""
 
 ROUND_COST_PER_TOKEN = {"cpu": 0.06, "cuda": 0.02}
-"""c by device type. CPU: kimi-k3-tiny on two x86 cores takes 6.9, 8.3, 9.7 and 11.0 ms for rounds of 1, 2, 4
-and 8 tokens of one request, 13.0 and 26.9 ms for rounds of 1 and 8 tokens of eight requests.
+"""c by device type. CPU: kimi-k3-tiny on an x86 core takes 9.0, 9.8, 10.6 and 12.8 ms for rounds of 1, 2, 4
+and 8 tokens of one request, 16.2 and 35.1 ms for rounds of 1 and 8 tokens of eight requests. CUDA: an
+estimate, since a round is bound by reading the weights.
 """
 
 
@@ -75,7 +77,7 @@ class DraftGuard:
             if drafts != allowed and drafts != max_drafts:
                 continue
             allowed = 2 * allowed + 1
-            rate = expected / (undrafted + self._cost * (drafts + 2 / num_generating))
+            rate = expected / (undrafted + self._cost * (drafts + 1 / num_generating))
             if rate > best_rate:
                 best, best_rate = drafts, rate
         return best

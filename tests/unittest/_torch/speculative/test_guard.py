@@ -74,5 +74,5 @@ def test_by_its_own_costs_it_hardly_loses_to_not_drafting(cost: float, num_gener
                 guard.observe(bound, [5], [5 if right else 6])
         length = guard.choose(3, 7, num_generating)
         emitted = num_generating + sum(chance**j for j in range(1, length + 1))
-        spent = undrafted + (cost * (length + 2 / num_generating) if length else 0)
+        spent = undrafted + (cost * (length + 1 / num_generating) if length else 0)
         assert emitted / spent >= 0.97 * num_generating / undrafted
