@@ -36,11 +36,12 @@ ARROWS: Mapping[str, set[str]] = {
     "_torch.speculative": _MODULES,
     "_torch.pyexecutor.kv_cache": _CACHE_CORE | {"_torch.modules.kda.verify_scheme"},
     "_torch.pyexecutor": _LOOP,
+    "planning": _LOOP,
     "sampling_params": _BASE,
     "executor": _LOOP | {"sampling_params"},
     "llmapi": _API,
     "serve": _API,
-    "commands": _API | {"serve"},
+    "commands": _API | {"serve", "planning"},
 }
 
 # What starts a compiler or needs an optional package: only kernel modules import it when they are imported.

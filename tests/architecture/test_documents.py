@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documents name what exists: packages, commands, make targets, and files that links point to."""
 
+import json
 import re
 import tomllib
 from collections.abc import Iterable
@@ -72,6 +73,16 @@ def test_commands_exist_and_are_listed() -> None:
         module, _, function = target.partition(":")
         source = ROOT / (module.replace(".", "/") + ".py")
         assert re.search(rf"^def {function}\(|^{function} = ", source.read_text(), re.MULTILINE), command
+
+
+def test_notice_lists_what_the_packaged_model_was_trained_on() -> None:
+    corpus = json.loads((ROOT / "examples" / "train_tiny" / "training.json").read_text())["corpus"]
+    notice = (ROOT / "NOTICE").read_text()
+    listed = re.findall(r"^  (\S+) (\S+) \(", notice, re.MULTILINE)
+    # A local version, such as the +cpu of a build, is not part of the release.
+    trained = [(name, facts["version"].partition("+")[0]) for name, facts in corpus["packages"].items()]
+    assert listed == trained
+    assert f"Python {corpus['python']} " in notice
 
 
 def test_every_source_carries_the_licence_line() -> None:
