@@ -32,4 +32,5 @@ def load_model(model: str | Path, dtype: torch.dtype, device: str) -> KimiForCau
     config = load_config(folder)
     causal_lm = KimiForCausalLM(config, dtype)
     load_weights(causal_lm, folder)
-    return causal_lm.to(device).eval().requires_grad_(False)
+    causal_lm.to(device).eval().requires_grad_(False).prepare()
+    return causal_lm

@@ -181,6 +181,12 @@ class KimiForCausalLM(nn.Module):
             names |= {f"model.layers.{i}.{n}": t for n, t in layer.checkpoint_tensors().items()}
         return names
 
+    def prepare(self) -> None:
+        """Fix what the kernels read, once the weights are loaded and where they stay."""
+        for layer in self.model.layers:
+            if isinstance(layer.self_attn, KimiDeltaAttention):
+                layer.self_attn.prepare()
+
     def set_verify_scheme(self, scheme: VerifyScheme | None) -> None:
         """Choose how every KDA layer undoes rejected drafts; None = no drafts are verified."""
         for layer in self.model.layers:

@@ -53,6 +53,7 @@ class KimiDeltaAttention(nn.Module):
         self.config = config
         self.eps = eps
         self.verify_scheme: VerifyScheme | None = None
+        self._prepared: KdaWeights | None = None
         H, K, W = config.num_heads, config.head_dim, config.conv_width
         D = H * K
         gate = {"gate": D} if config.full_rank_gate else {"g_a": K}
@@ -85,6 +86,18 @@ class KimiDeltaAttention(nn.Module):
 
     def weights(self) -> KdaWeights:
         """What the layer's core needs beside its rows; views of the parameters."""
+        return self._prepared or self._core_weights(None)
+
+    def prepare(self) -> None:
+        """Fix the core's weights after loading and moving; on a GPU also as the kernels read them."""
+        taps = None
+        config = self.config
+        if self.conv.is_cuda and config.full_rank_gate and config.lower_bound is not None:
+            q, k, v = (part.T.contiguous() for part in self.conv.detach().chunk(3, dim=1))
+            taps = (q, k, v)
+        self._prepared = self._core_weights(taps)
+
+    def _core_weights(self, kernel_taps: tuple[Tensor, Tensor, Tensor] | None) -> KdaWeights:
         return KdaWeights(
             num_heads=self.config.num_heads,
             head_dim=self.config.head_dim,
@@ -95,6 +108,7 @@ class KimiDeltaAttention(nn.Module):
             norm=self.norm,
             lower_bound=self.config.lower_bound,
             norm_eps=self.eps,
+            kernel_taps=kernel_taps,
         )
 
     def _rows(self, proj: Tensor) -> KdaRows:
@@ -117,10 +131,10 @@ class KimiDeltaAttention(nn.Module):
         for group in metadata.groups:
             part = rows.span(group.rows)
             if self.verify_scheme is None:
-                out[group.rows] = decode(part, weights, cache, group.slot_ids)
+                out[group.rows] = decode(part, weights, cache, group.slots)
             else:
                 out[group.rows] = self.verify_scheme.verify(
-                    part, weights, cache, group.slot_ids, group.num_tokens
+                    part, weights, cache, group.slots, group.num_tokens
                 )
         return F.linear(out.flatten(1), self.o_proj)
 

@@ -31,7 +31,8 @@ class KdaWeights:
 
     conv [W, 3D] fp32: taps of q | k | v, oldest first. f_b [D, K] in the model's dtype. a_log [H], dt_bias
     [D] and norm [V] fp32. `lower_bound` None selects the softplus gate of Kimi Linear, a negative number the
-    bounded gate of Kimi K3.
+    bounded gate of Kimi K3. `kernel_taps` are the taps of q, k and v [D, W] as the kernels read them; None
+    where no kernel serves the layer.
     """
 
     num_heads: int
@@ -43,7 +44,7 @@ class KdaWeights:
     norm: Tensor
     lower_bound: float | None
     norm_eps: float
-    f_b_fp32: Tensor | None = None
+    kernel_taps: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
     def channels(self) -> int:

@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tensorrt_llm._torch.modules.kda.ops import k3_kda_verify
 from tensorrt_llm._torch.modules.kda.recurrence import (
     KdaRecord,
     KdaTokens,
@@ -141,7 +142,7 @@ class VerifyScheme(Protocol):
         ...
 
     def verify(
-        self, rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slot_ids: Sequence[int], T: int
+        self, rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor, T: int
     ) -> Tensor:
         """Run one round of T <= M+1 tokens for each slot and return the gated output [rows, H, V] in the
         rows' dtype.
@@ -195,21 +196,18 @@ def sync_window(cache: KdaLayerCache, slot_ids: Sequence[int]) -> None:
         store_window(cache, slot, cache.conv[slot].T.to(torch.float32))
 
 
-def decode(rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slot_ids: Sequence[int]) -> Tensor:
-    """One token for each slot, without drafts: gated output [rows, H, V].
+def decode(rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor) -> Tensor:
+    """One token for each slot (int32 [N]), without drafts: gated output [N, H, V].
 
-    Starts from the pool's state and `cache.conv` and updates both in place; legal only when nothing is
-    pending.
+    Starts from the pool's state and `cache.conv` and updates both; legal only when nothing is pending.
     """
-    N = len(slot_ids)
-    slots = torch.tensor(slot_ids, device=rows.qkv.device)
     history = cache.conv[slots].mT.to(weights.conv.dtype)
     sequence = torch.cat((history, rows.qkv.unsqueeze(1).to(history.dtype)), dim=1)
     tokens = prepare_tokens(sequence, rows.f.unsqueeze(1), rows.b.unsqueeze(1), weights)
     o, state = recurrent_kda(tokens, cache.temporal[slots])
     cache.temporal[slots] = state
     cache.conv[slots] = sequence[:, 1:].mT.to(cache.conv.dtype)
-    return gated_norm(o[:, 0], rows.gate.view(N, weights.num_heads, weights.head_dim), weights)
+    return gated_norm(o[:, 0], rows.gate.view(len(slots), weights.num_heads, weights.head_dim), weights)
 
 
 def _replayed(state: Tensor, records: Sequence[KdaRecord]) -> Tensor:
@@ -244,10 +242,10 @@ class _Scheme:
         raise NotImplementedError
 
     def verify(
-        self, rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slot_ids: Sequence[int], T: int
+        self, rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor, T: int
     ) -> Tensor:
-        N, W = len(slot_ids), weights.conv_width
-        slots = torch.tensor(slot_ids, device=rows.qkv.device)
+        slot_ids, W = slots.tolist(), weights.conv_width
+        N = len(slot_ids)
         pending = cache.prev_num_accepted_tokens[slots].tolist()
         history = torch.stack(
             [load_window(cache, s, p, W - 1) for s, p in zip(slot_ids, pending, strict=True)]
@@ -306,6 +304,31 @@ class RecordsScheme(_Scheme):
         return (
             *_conv_buffers(geometry),
             SlotBuffer(name="kda_state_tok", shape=shape, memory_order=(0, 1, 2, 3)),
+        )
+
+    def verify(
+        self, rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor, T: int
+    ) -> Tensor:
+        if weights.kernel_taps is None:
+            return super().verify(rows, weights, cache, slots, T)
+        return k3_kda_verify(
+            rows.proj,
+            weights.f_b,
+            *weights.kernel_taps,
+            weights.a_log,
+            weights.dt_bias,
+            weights.norm,
+            cache.kda_conv_q,
+            cache.kda_conv_k,
+            cache.kda_conv_v,
+            cache.temporal,
+            cache.kda_state_tok,
+            slots,
+            cache.prev_num_accepted_tokens,
+            num_spec=cache.kda_state_tok.shape[2],
+            lower_bound=weights.lower_bound,
+            scale=weights.scale,
+            eps=weights.norm_eps,
         )
 
     def pending_records(self, cache: KdaLayerCache, slot: int, state: Tensor, count: int) -> Tensor:

@@ -26,6 +26,10 @@ GEOMETRY = KdaGeometry(num_heads=2, head_dim=16, conv_width=4, num_spec=7)
 ALL = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 
 
+def at(*slots: int) -> torch.Tensor:
+    return torch.tensor(slots, dtype=torch.int32)
+
+
 def accept(scheme: VerifyScheme, cache: LayerCache, slot: int, count: int) -> None:
     done = scheme.promote(cache, (slot,), (count,))
     cache.prev_num_accepted_tokens[slot] = 0 if done else count
@@ -61,7 +65,7 @@ def test_states_follow_a_float64_history_without_trend(scheme: VerifyScheme) -> 
     for step in range(200):
         T = rng.choice([1, 1, 2, 4, 8, 8])
         rows = random_rows(GEOMETRY, T)
-        scheme.verify(rows, weights, cache, (1,), T)
+        scheme.verify(rows, weights, cache, at(1), T)
         count = rng.randint(0, T - 1)
         accepted.append(rows.span(slice(0, 1)))
         if step % 10 == 9:
@@ -78,12 +82,12 @@ def test_schemes_and_decode_agree_bit_for_bit() -> None:
     weights = random_weights(GEOMETRY)
     stream = random_rows(GEOMETRY, 40)
     plain = make_layer_cache(GEOMETRY, None, 1)
-    outputs = torch.cat([decode(stream.span(slice(i, i + 1)), weights, plain, (0,)) for i in range(40)])
+    outputs = torch.cat([decode(stream.span(slice(i, i + 1)), weights, plain, at(0)) for i in range(40)])
     for scheme in SCHEMES.values():
         cache = make_layer_cache(GEOMETRY, scheme, 1)
         position = 0
         for T, count in ((8, 7), (8, 0), (4, 2), (1, 0), (2, 1), (8, 3), (8, 5)):
-            out = scheme.verify(stream.span(slice(position, position + T)), weights, cache, (0,), T)
+            out = scheme.verify(stream.span(slice(position, position + T)), weights, cache, at(0), T)
             assert torch.equal(out, outputs[position : position + T]), (scheme.name, position)
             accept(scheme, cache, 0, count)
             position += 1 + count
@@ -97,14 +101,14 @@ def test_a_batch_of_rounds_equals_each_alone(scheme: VerifyScheme) -> None:
     first, second = random_rows(GEOMETRY, 8 * 8), random_rows(GEOMETRY, 8 * 8)
     batch, alone = (make_layer_cache(GEOMETRY, scheme, 8) for _ in range(2))
     slots = (3, 0, 7, 1, 6, 2, 5, 4)
-    scheme.verify(first, weights, batch, slots, 8)
+    scheme.verify(first, weights, batch, at(*slots), 8)
     for i, slot in enumerate(slots):
-        scheme.verify(first.span(slice(8 * i, 8 * i + 8)), weights, alone, (slot,), 8)
+        scheme.verify(first.span(slice(8 * i, 8 * i + 8)), weights, alone, at(slot), 8)
         accept(scheme, batch, slot, i)
         accept(scheme, alone, slot, i)
-    together = scheme.verify(second, weights, batch, slots, 8)
+    together = scheme.verify(second, weights, batch, at(*slots), 8)
     apart = [
-        scheme.verify(second.span(slice(8 * i, 8 * i + 8)), weights, alone, (slot,), 8)
+        scheme.verify(second.span(slice(8 * i, 8 * i + 8)), weights, alone, at(slot), 8)
         for i, slot in enumerate(slots)
     ]
     assert torch.equal(together, torch.cat(apart))
@@ -121,7 +125,7 @@ def test_unread_drafts_may_hold_anything(scheme: VerifyScheme, pending: int) -> 
     rows, later = random_rows(GEOMETRY, 8), random_rows(GEOMETRY, 8)
     clean, poisoned = (make_layer_cache(GEOMETRY, scheme, 1) for _ in range(2))
     for cache in (clean, poisoned):
-        scheme.verify(rows, weights, cache, (0,), 8)
+        scheme.verify(rows, weights, cache, at(0), 8)
         if cache is poisoned:
             for name, tensor in cache.tensors().items():
                 if name == "kda_state_tok":
@@ -132,7 +136,7 @@ def test_unread_drafts_may_hold_anything(scheme: VerifyScheme, pending: int) -> 
                     tensor[:, :, pending + 3 :] = torch.nan
         accept(scheme, cache, 0, pending)
     assert torch.equal(
-        scheme.verify(later, weights, clean, (0,), 8), scheme.verify(later, weights, poisoned, (0,), 8)
+        scheme.verify(later, weights, clean, at(0), 8), scheme.verify(later, weights, poisoned, at(0), 8)
     )
     assert torch.equal(clean.temporal, poisoned.temporal)
 
@@ -146,7 +150,7 @@ def test_a_round_writes_only_what_it_owns(scheme: VerifyScheme, T: int) -> None:
     for tensor in cache.tensors().values():
         tensor.copy_(torch.randn(tensor.shape))
     before = snapshot(cache)
-    scheme.verify(random_rows(GEOMETRY, T), random_weights(GEOMETRY), cache, (1,), T)
+    scheme.verify(random_rows(GEOMETRY, T), random_weights(GEOMETRY), cache, at(1), T)
     drafts = {
         "kda_state_tok": 1,
         "kda_qkg_cache": 0,
@@ -176,12 +180,12 @@ def test_commit_equals_the_next_round_s_replay(scheme: VerifyScheme, count: int)
     rows, later = random_rows(GEOMETRY, 8), random_rows(GEOMETRY, 1)
     cache, other = (make_layer_cache(GEOMETRY, scheme, 1) for _ in range(2))
     for c in (cache, other):
-        scheme.verify(rows, weights, c, (0,), 8)
+        scheme.verify(rows, weights, c, at(0), 8)
     scheme.commit(other, (0,), (count,))
     sync_window(other, (0,))
     accept(scheme, cache, 0, count)
     assert torch.equal(
-        scheme.verify(later, weights, cache, (0,), 1), scheme.verify(later, weights, other, (0,), 1)
+        scheme.verify(later, weights, cache, at(0), 1), scheme.verify(later, weights, other, at(0), 1)
     )
     assert torch.equal(cache.temporal, other.temporal)
 
