@@ -42,8 +42,11 @@ class BlockReuseConfig(StrictBaseModel):
 class KvCacheConfig(StrictBaseModel):
     """Memory and behaviour of attention pages and recurrent states; names and defaults as in TensorRT-LLM.
 
-    enable_block_reuse: reuse caches between requests with a common start. Kimi models have it off unless it
-        is set here; draft records need it off.
+    `LLM` refuses what its loop makes no use of; the cache managers take all of it.
+
+    enable_block_reuse: keep caches for requests with a common start. Kimi models have it off unless it is set
+        here; draft records need it off. The loop computes every prompt in full, so that this only decides the
+        verify scheme, and the other fields about reuse have no effect.
     max_tokens: attention tokens to hold. free_gpu_memory_fraction: share of the free memory to use (of the
         host's memory where the model runs on a CPU). max_gpu_total_bytes: an upper bound, 0 for none. The
         smallest of the three counts.

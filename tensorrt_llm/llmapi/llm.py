@@ -178,11 +178,14 @@ class LLM:
             streaming=streaming,
         )
 
-    def get_stats(self) -> list[dict[str, object]]:
-        """Statistics of the iterations since the last call, in the keys of TensorRT-LLM's iteration stats."""
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, object]]:
+        """Statistics of the iterations since the last call, in the keys of TensorRT-LLM's iteration stats.
+
+        `timeout` has no effect: the answer is always there at once.
+        """
         return self._executor.engine.get_stats()
 
-    async def get_stats_async(self) -> AsyncIterator[dict[str, object]]:
+    async def get_stats_async(self, timeout: float | None = 2) -> AsyncIterator[dict[str, object]]:
         """The same, one iteration at a time."""
         for stats in self.get_stats():
             yield stats

@@ -30,6 +30,16 @@ _NOT_OFFERED = """
 NOT_OFFERED_ARGS = frozenset(_NOT_OFFERED.split())
 
 
+# What the cache managers know and the loop makes no use of. Falsy values say "off" and are fine.
+_IDLE_CACHE_OPTIONS = {
+    "host_cache_size": "requests are not moved to a host tier",
+    "disk_cache_size": "requests are not moved to a disk tier",
+    "disk_cache_path": "requests are not moved to a disk tier",
+    "max_attention_window": "the models attend to the whole text",
+    "enable_kv_pool_rebalance": "pools keep the sizes they start with",
+}
+
+
 def _one_rank(size: int) -> int:
     if size != 1:
         raise ValueError(f"it is {size}, and the model runs on one rank: leave it at 1")
@@ -89,6 +99,16 @@ class TorchLlmArgs(StrictBaseModel):
             )
         if self.tokenizer is not None and self.skip_tokenizer_init:
             raise ValueError("tokenizer and skip_tokenizer_init=True contradict each other; drop one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_idle_cache_options(self) -> Self:
+        cache = self.kv_cache_config
+        for name, reason in _IDLE_CACHE_OPTIONS.items():
+            if getattr(cache, name):
+                raise ValueError(f"kv_cache_config.{name} is not offered: {reason}; leave it out")
+        if cache.use_kv_cache_manager_v2 is False:
+            raise ValueError("kv_cache_config.use_kv_cache_manager_v2=False: there is no other manager")
         return self
 
     @classmethod

@@ -38,6 +38,22 @@ REFUSED = [
         {"kv_cache_config": {"mamba_state_config": {"interval": 3}}},
         r"^kv_cache_config\.mamba_state_config\.interval: .*'periodic_snapshot_interval'",
     ),
+    (
+        {"kv_cache_config": {"host_cache_size": 5}},
+        r"^kv_cache_config\.host_cache_size is not offered: .*host tier",
+    ),
+    (
+        {"kv_cache_config": {"max_attention_window": [9]}},
+        r"^kv_cache_config\.max_attention_window is not offered",
+    ),
+    (
+        {"kv_cache_config": {"enable_kv_pool_rebalance": True}},
+        r"^kv_cache_config\.enable_kv_pool_rebalance is not",
+    ),
+    (
+        {"kv_cache_config": {"use_kv_cache_manager_v2": False}},
+        r"^kv_cache_config\.use_kv_cache_manager_v2=False",
+    ),
     ({"speculative_config": {"max_draft_len": 3}}, r"^speculative_config: .*decoding_type"),
     ({"speculative_config": {"decoding_type": "Eagle3"}}, r"^speculative_config: .*'Eagle3'.*'NGram'"),
     (
@@ -79,6 +95,11 @@ def test_llm_refuses_before_it_looks_for_the_model() -> None:
         LLM("/no/such/model", max_batch_size=0)
     with pytest.raises(ValueError, match=r"/no/such/model.*neither a folder nor a packaged model"):
         LLM("/no/such/model")
+
+
+def test_what_says_off_is_allowed() -> None:
+    off = {"host_cache_size": 0, "disk_cache_size": 0, "enable_kv_pool_rebalance": False}
+    assert parse(TorchLlmArgs, {"model": "m", "kv_cache_config": off}).kv_cache_config.host_cache_size == 0
 
 
 def test_classes_refuse_by_themselves() -> None:
