@@ -191,6 +191,12 @@ class AttentionSizing:
     limits: CacheLimits
     max_util_for_resume: float
 
+    def __post_init__(self) -> None:
+        if not 0 < self.max_util_for_resume <= 1:
+            raise ValueError(
+                f"kv_cache_config.max_util_for_resume is {self.max_util_for_resume}; it must be in (0, 1]"
+            )
+
     def layer_bytes_per_token(self, local_layer: int) -> int:
         """Bytes per token of one local layer's attention cache; 0 for a recurrent layer."""
         return self.layers.shapes[local_layer].bytes_per_token(self.kv_type.kv_factor)
