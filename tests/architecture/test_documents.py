@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tensorrt_llm.llmapi import TorchLlmArgs
+
 ROOT = Path(__file__).resolve().parents[2]
 LICENCE_LINE = "# SPDX-License-Identifier: Apache-2.0\n"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -73,6 +75,17 @@ def test_commands_exist_and_are_listed() -> None:
         module, _, function = target.partition(":")
         source = ROOT / (module.replace(".", "/") + ".py")
         assert re.search(rf"^def {function}\(|^{function} = ", source.read_text(), re.MULTILINE), command
+
+
+def test_readme_programs_compile_and_example_files_are_accepted() -> None:
+    programs = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert len(programs) == 3
+    for program in programs:
+        compile(program, "README.md", "exec")
+    for path in (ROOT / "examples").glob("*.yaml"):
+        assert TorchLlmArgs.from_yaml(path, {"model": "kimi-k3-tiny"}).speculative_config is not None
 
 
 def test_notice_lists_what_the_packaged_model_was_trained_on() -> None:
