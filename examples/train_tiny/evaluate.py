@@ -33,7 +33,8 @@ def main() -> None:
         corpus.append(source.text)
     packed = lzma.compress("".join(corpus).encode(), preset=9 | lzma.PRESET_EXTREME)
     bits = nats / math.log(2) / num_bytes
-    print(f"{len(corpus)} files, {num_bytes} bytes: model {bits:.4f}, xz {8 * len(packed) / num_bytes:.4f} bits per byte")
+    xz = 8 * len(packed) / num_bytes
+    print(f"{len(corpus)} files, {num_bytes} bytes: model {bits:.4f}, xz {xz:.4f} bits per byte")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ def write_loss_svg(path: Path, curve: list[tuple[int, float]], bits_per_byte: fl
         return HEIGHT - MARGIN - (loss - low) / (high - low) * (HEIGHT - 2 * MARGIN)
 
     points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in curve)
-    title = f"kimi-k3-tiny: training loss, nats per token (held out afterwards: {bits_per_byte:.3f} bits per byte)"
+    title = f"kimi-k3-tiny: nats per training token (held out afterwards: {bits_per_byte:.3f} bits per byte)"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="12">',

@@ -38,6 +38,25 @@ class ModelTraits:
     default_tokens_per_block: int
 
 
+def _attention_block(
+    config: KimiTextConfig, layer_idx: int, dtype: torch.dtype
+) -> LatentAttention | KimiDeltaAttention:
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    if config.is_attention_layer(layer_idx):
+        assert config.mla is not None, f"layer {layer_idx} is an attention layer of a model without any"
+        return LatentAttention(config.mla, hidden, eps, dtype)
+    assert config.kda is not None, f"layer {layer_idx} is a KDA layer of a model without any"
+    return KimiDeltaAttention(config.kda, hidden, eps, dtype)
+
+
+def _feed_forward_block(config: KimiTextConfig, layer_idx: int, dtype: torch.dtype) -> GatedMLP | LatentMoE:
+    hidden, activation = config.hidden_size, config.activation
+    if config.is_dense_layer(layer_idx):
+        return GatedMLP(hidden, config.dense_intermediate_size, activation, dtype)
+    assert config.moe is not None, f"layer {layer_idx} is an expert layer of a model without experts"
+    return LatentMoE(config.moe, hidden, config.rms_norm_eps, activation, dtype)
+
+
 class KimiDecoderLayer(nn.Module):
     """Attention (KDA or MLA) and feed-forward (dense or MoE), joined by attention residuals or plain ones."""
 
@@ -45,30 +64,23 @@ class KimiDecoderLayer(nn.Module):
         super().__init__()
         self.layer_idx = layer_idx
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.is_attention = config.is_attention_layer(layer_idx)
         block = config.attn_res_block_size
         self.starts_block = block is not None and layer_idx % block == 0
         self.self_attention_res = AttentionResidual(hidden, eps, dtype) if block else None
         self.mlp_res = AttentionResidual(hidden, eps, dtype) if block else None
         self.input_layernorm = RMSNorm(hidden, eps, dtype)
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype)
-        if self.is_attention:
-            self.self_attn = LatentAttention(config.mla, hidden, eps, dtype)
-        else:
-            self.self_attn = KimiDeltaAttention(config.kda, hidden, eps, dtype)
-        if config.is_dense_layer(layer_idx):
-            self.mlp = GatedMLP(hidden, config.dense_intermediate_size, config.activation, dtype)
-        else:
-            self.mlp = LatentMoE(config.moe, hidden, eps, config.activation, dtype)
+        self.self_attn = _attention_block(config, layer_idx, dtype)
+        self.mlp = _feed_forward_block(config, layer_idx, dtype)
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Checkpoint name -> the tensor it is loaded into, relative to the layer."""
-        names = {
+        names: dict[str, Tensor] = {
             "input_layernorm.weight": self.input_layernorm.weight,
             "post_attention_layernorm.weight": self.post_attention_layernorm.weight,
         }
-        for site in ("self_attention_res", "mlp_res"):
-            residual = getattr(self, site)
+        sites = {"self_attention_res": self.self_attention_res, "mlp_res": self.mlp_res}
+        for site, residual in sites.items():
             if residual is not None:
                 names |= {f"{site}_norm.weight": residual.norm, f"{site}_proj.weight": residual.proj}
         ffn = "mlp" if isinstance(self.mlp, GatedMLP) else "block_sparse_moe"
@@ -77,9 +89,9 @@ class KimiDecoderLayer(nn.Module):
 
     def _attend(self, x: Tensor, metadata: ForwardMetadata | None, cache: LayerCaches | None) -> Tensor:
         x = self.input_layernorm(x)
-        if metadata is None:
+        if metadata is None or cache is None:
             return self.self_attn.forward_dense(x)
-        if self.is_attention:
+        if isinstance(self.self_attn, LatentAttention):
             return self.self_attn(x, metadata, cache.get_buffers(self.layer_idx))
         return self.self_attn(x, metadata, cache.mamba_layer_cache(self.layer_idx))
 
@@ -101,7 +113,7 @@ class KimiDecoderLayer(nn.Module):
         """The running sum after the layer; appends to `snapshots` where a block starts. metadata None =
         training."""
         num_tokens = None if metadata is None else metadata.num_tokens
-        if self.self_attention_res is None:
+        if self.self_attention_res is None or self.mlp_res is None:
             prefix = prefix + self._attend(prefix, metadata, cache)
             return prefix + self._feed_forward(prefix, num_tokens)
         hidden = self.self_attention_res(prefix, snapshots) if snapshots else prefix
@@ -168,7 +180,7 @@ class KimiForCausalLM(nn.Module):
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Every tensor of a checkpoint by its full name (without a multimodal prefix)."""
-        names = {
+        names: dict[str, Tensor] = {
             "model.embed_tokens.weight": self.model.embed_tokens,
             "model.norm.weight": self.model.norm.weight,
             "lm_head.weight": self.lm_head,
@@ -178,6 +190,7 @@ class KimiForCausalLM(nn.Module):
             names |= {"model.output_attn_res_norm.weight": residual.norm}
             names |= {"model.output_attn_res_proj.weight": residual.proj}
         for i, layer in enumerate(self.model.layers):
+            assert isinstance(layer, KimiDecoderLayer)
             names |= {f"model.layers.{i}.{n}": t for n, t in layer.checkpoint_tensors().items()}
         return names
 

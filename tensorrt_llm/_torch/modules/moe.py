@@ -62,27 +62,30 @@ class LatentMoE(nn.Module):
         self.activation = activation
         E, inner, width = config.num_experts, config.intermediate_size, config.latent_dim or hidden_size
         self.router = nn.Parameter(torch.zeros(E, hidden_size, dtype=dtype))
-        self.register_buffer("selection_bias", torch.zeros(E))
-        self.register_buffer("expert_load", torch.zeros(E), persistent=False)
+        self.selection_bias = nn.Buffer(torch.zeros(E))
+        self.expert_load = nn.Buffer(torch.zeros(E), persistent=False)
         self.gate_up = nn.Parameter(torch.zeros(E, 2 * inner, width, dtype=dtype))
         self.down = nn.Parameter(torch.zeros(E, width, inner, dtype=dtype))
-        self.to_latent = self.from_latent = self.latent_norm = self.shared = None
+        self.to_latent: nn.Parameter | None = None
+        self.from_latent: nn.Parameter | None = None
         if config.latent_dim is not None:
             self.to_latent = nn.Parameter(torch.zeros(width, hidden_size, dtype=dtype))
             self.from_latent = nn.Parameter(torch.zeros(hidden_size, width, dtype=dtype))
-        if config.latent_norm:
-            self.latent_norm = RMSNorm(width, eps, dtype)
-        if config.shared_intermediate_size:
-            self.shared = GatedMLP(hidden_size, config.shared_intermediate_size, activation, dtype)
+        self.latent_norm = RMSNorm(width, eps, dtype) if config.latent_norm else None
+        shared = config.shared_intermediate_size
+        self.shared = GatedMLP(hidden_size, shared, activation, dtype) if shared else None
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Checkpoint name -> the tensor it is loaded into, relative to the block."""
-        names = {"gate.weight": self.router, "gate.e_score_correction_bias": self.selection_bias}
+        names: dict[str, Tensor] = {
+            "gate.weight": self.router,
+            "gate.e_score_correction_bias": self.selection_bias,
+        }
         for e in range(self.config.num_experts):
             w1, w3 = self.gate_up[e].chunk(2)
             names |= {f"experts.{e}.w1.weight": w1, f"experts.{e}.w3.weight": w3}
             names[f"experts.{e}.w2.weight"] = self.down[e]
-        if self.to_latent is not None:
+        if self.to_latent is not None and self.from_latent is not None:
             names["routed_expert_down_proj.weight"] = self.to_latent
             names["routed_expert_up_proj.weight"] = self.from_latent
         if self.latent_norm is not None:
@@ -145,7 +148,7 @@ class LatentMoE(nn.Module):
             experts, weights = self.route(x)
         latent = x if self.to_latent is None else F.linear(x, self.to_latent)
         share = weights.new_zeros(x.shape[0], self.config.num_experts).scatter(-1, experts, weights)
-        self.expert_load += (share.detach() > 0).sum(0)
+        self.expert_load.add_((share.detach() > 0).sum(0))
         hidden = self.activation(torch.matmul(latent, self.gate_up.mT))
         routed = (torch.matmul(hidden, self.down.mT) * share.T.unsqueeze(-1)).sum(0).to(latent.dtype)
         return self._finish(x, routed)

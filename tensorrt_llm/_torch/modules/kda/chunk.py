@@ -74,8 +74,8 @@ def chunk_kda(tokens: KdaTokens, state: Tensor, lower_bound: float | None = None
     T = tokens.q.shape[-3]
     fill = -T % CHUNK_TOKENS
     if fill:
-        padded = [F.pad(x, (0, 0, 0, 0, 0, fill)) for x in tokens[:4]]
-        tokens = KdaTokens(*padded, F.pad(tokens.beta, (0, 0, 0, fill)))
+        q, k, v, g = (F.pad(x, (0, 0, 0, 0, 0, fill)) for x in tokens[:4])
+        tokens = KdaTokens(q, k, v, g, F.pad(tokens.beta, (0, 0, 0, fill)))
     q, k, v, g = (_chunked(x) for x in tokens[:4])
     beta_k = k * _chunked(tokens.beta.unsqueeze(-1))
     G = g.cumsum(-2)

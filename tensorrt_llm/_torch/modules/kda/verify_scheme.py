@@ -19,7 +19,7 @@ accepted drafts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -96,15 +96,15 @@ class KdaLayerCache(Protocol):
 
     conv: Tensor
     temporal: Tensor
-    prev_num_accepted_tokens: Tensor | None
-    kda_conv_q: Tensor | None
-    kda_conv_k: Tensor | None
-    kda_conv_v: Tensor | None
-    kda_state_tok: Tensor | None
-    kda_qkg_cache: Tensor | None
-    kda_v_cache: Tensor | None
-    kda_beta_cache: Tensor | None
-    intermediate_ssm: Tensor | None
+    prev_num_accepted_tokens: Any
+    kda_conv_q: Any
+    kda_conv_k: Any
+    kda_conv_v: Any
+    kda_state_tok: Any
+    kda_qkg_cache: Any
+    kda_v_cache: Any
+    kda_beta_cache: Any
+    intermediate_ssm: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +309,7 @@ class RecordsScheme(_Scheme):
     def verify(
         self, rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor, T: int
     ) -> Tensor:
-        if weights.kernel_taps is None:
+        if weights.kernel_taps is None or weights.lower_bound is None:
             return super().verify(rows, weights, cache, slots, T)
         return k3_kda_verify(
             rows.proj,
