@@ -300,6 +300,12 @@ class LlmRequest:
         """True from the prompt's end to the output's."""
         return self.state is LlmRequestState.GENERATION_IN_PROGRESS
 
+    def start_context(self, cached_tokens: int) -> None:
+        """The request has its cache, in which the prompt's first `cached_tokens` tokens stand already."""
+        assert 0 <= cached_tokens < self.prompt_len, f"{cached_tokens} of {self.prompt_len} tokens cached"
+        self.state = LlmRequestState.CONTEXT_INIT
+        self.cached_tokens = self.context_current_position = cached_tokens
+
     def advance_context(self) -> None:
         """The step's chunk is in the cache: move behind it, into generation if it was the last."""
         self.context_current_position += self.context_chunk_size

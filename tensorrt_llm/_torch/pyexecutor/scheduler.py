@@ -24,6 +24,14 @@ class CapacityManager(Protocol):
         """Give the request its slot and an empty cache, or make the one it has usable again."""
         ...
 
+    def num_reused_tokens(self, request_id: int) -> int:
+        """Prompt tokens that `prepare_context` found in the cache: the first chunk starts behind them."""
+        ...
+
+    def clip_context_chunk(self, req: LlmRequest, num_tokens: int) -> int:
+        """How many of the next `num_tokens` prompt tokens run in one chunk: up to a snapshot point."""
+        ...
+
     def resize_context(self, req: LlmRequest, num_tokens: int) -> bool:
         """Make room for the next `num_tokens` prompt tokens."""
         ...
@@ -220,7 +228,7 @@ class Scheduler:
             self._running[req.py_request_id] = req
             req.reserved_pages = pages
             self.reserved_pages += pages
-            req.state = LlmRequestState.CONTEXT_INIT
+            req.start_context(self._manager.num_reused_tokens(req.py_request_id))
             admitted += 1
         return admitted
 
@@ -249,11 +257,13 @@ class Scheduler:
 
     def _place_context(self, step: ContextStep) -> bool:
         req = step.request
-        req.context_chunk_size = step.num_tokens
-        if self._manager.prepare_context(req) and self._manager.resize_context(req, step.num_tokens):
-            return True
-        req.context_chunk_size = 0
-        return False
+        if not self._manager.prepare_context(req):
+            return False
+        num_tokens = self._manager.clip_context_chunk(req, step.num_tokens)
+        if not self._manager.resize_context(req, num_tokens):
+            return False
+        req.context_chunk_size = num_tokens
+        return True
 
     def find_victim(self) -> LlmRequest | None:
         """The request to give up when a step could run nothing: the last one admitted, else the first one

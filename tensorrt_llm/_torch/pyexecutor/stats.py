@@ -39,7 +39,10 @@ class KvCacheStats(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class StepSummary:
-    """One iteration of the loop, filled in as it goes. `running` and `waiting` are requests after it."""
+    """One iteration of the loop, filled in as it goes. `running` and `waiting` are requests after it.
+
+    `prompt_tokens`, and the `cached_tokens` among them, are of prompts that ran for the first time.
+    """
 
     iteration: int
     started_at: float
@@ -51,6 +54,8 @@ class StepSummary:
     running: int = 0
     waiting: int = 0
     waiting_prompt_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     num_contexts: int = 0
     context_tokens: int = 0
     context_kv_tokens: int = 0
@@ -73,6 +78,8 @@ class StepSummary:
             if req.first_scheduled is None:
                 req.first_scheduled = now
                 self.queue_s += now - req.arrival
+                self.prompt_tokens += req.prompt_len
+                self.cached_tokens += req.cached_tokens
         for req in batch.generation_requests:
             self.generation_kv_tokens += req.num_tokens
 
@@ -107,6 +114,7 @@ class EngineSnapshot:
     iterations_total: int
     iteration_latency_s: float
     prompt_tokens_total: int
+    prompt_cached_tokens_total: int
     generation_tokens_total: int
     draft_tokens_total: int
     accepted_tokens_total: int
@@ -132,7 +140,7 @@ class StatsRecorder:
         self._lock = Lock()
         self._last = StepSummary(iteration=0, started_at=0.0)
         self._completed = self._iterations = 0
-        self._prompt_tokens = self._generation_tokens = 0
+        self._prompt_tokens = self._cached_tokens = self._generation_tokens = 0
         self._draft_tokens = self._accepted_tokens = self._drafted_rounds = 0
         self._drafted_by_position = [0] * max_draft_len
         self._accepted_by_position = [0] * max_draft_len
@@ -148,7 +156,8 @@ class StatsRecorder:
                 return
             self._steps.append(step)
             self._iterations += 1
-            self._prompt_tokens += step.context_tokens
+            self._prompt_tokens += step.prompt_tokens
+            self._cached_tokens += step.cached_tokens
             self._generation_tokens += step.emitted_tokens
             self._draft_tokens += step.draft_tokens
             self._accepted_tokens += step.accepted_tokens
@@ -190,6 +199,7 @@ class StatsRecorder:
                 iterations_total=self._iterations,
                 iteration_latency_s=last.latency_s,
                 prompt_tokens_total=self._prompt_tokens,
+                prompt_cached_tokens_total=self._cached_tokens,
                 generation_tokens_total=self._generation_tokens,
                 draft_tokens_total=self._draft_tokens,
                 accepted_tokens_total=self._accepted_tokens,

@@ -60,6 +60,7 @@ class FakeCache:
         self.count = [_POISON] * num_slots
         self.refuse: Callable[[LlmRequest], bool] = lambda req: False
         self.is_shut_down = False
+        self.snapshot_interval: int | None = None
         self._free_pages = list(range(num_pages))[::-1]
         self._free_slots = list(range(num_slots))[::-1]
         self._pages: dict[int, list[int]] = {}
@@ -78,6 +79,14 @@ class FakeCache:
         self._history[req.py_request_id] = 0
         self.state[slot] = _POISON
         return True
+
+    def num_reused_tokens(self, request_id: int) -> int:
+        return 0
+
+    def clip_context_chunk(self, req: LlmRequest, num_tokens: int) -> int:
+        if self.snapshot_interval is None:
+            return num_tokens
+        return min(num_tokens, self.snapshot_interval - req.context_current_position % self.snapshot_interval)
 
     def resize_context(self, req: LlmRequest, num_tokens: int) -> bool:
         return self._grow(req, req.context_current_position + num_tokens)

@@ -53,6 +53,19 @@ def test_text_does_not_depend_on_company_or_chunks() -> None:
     assert [len(together[i]) for i in range(8)] == [9 + i for i in range(8)]
 
 
+def test_chunks_stop_at_snapshot_points() -> None:
+    requests = [make_request(i, prompt_len=300, max_tokens=4) for i in range(2)]
+    rig = make_rig()
+    rig.cache.snapshot_interval = 128
+    for request in requests:
+        rig.submit(request)
+    for _ in range(2):
+        rig.step()
+        assert rig.answers[0].responses == []
+    assert rig.run() == plain_texts(requests)
+    assert rig.executor.get_stats()[0]["scheduledSumPrefillTokens"] == 256
+
+
 @pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("max_draft_len", [1, 3, 5, 7])
 @pytest.mark.parametrize("cost", [0.0, 0.1])

@@ -8,7 +8,12 @@ import pytest
 from tensorrt_llm._torch.pyexecutor.config import VerifySchemeName
 from tensorrt_llm._torch.pyexecutor.llm_request import ExecutorRequest, SamplingSpec
 from tensorrt_llm._torch.speculative.interface import SpeculationSpec
-from tests.unittest._torch.executor.tiny_kimi import make_tiny_rig, scripted_speculation, tiny_request
+from tests.unittest._torch.executor.tiny_kimi import (
+    make_tiny_rig,
+    scripted_speculation,
+    tiny_prompt,
+    tiny_request,
+)
 
 SCHEMES: tuple[VerifySchemeName, ...] = ("records", "replay", "intermediate")
 SAMPLED = SamplingSpec(temperature=1.3, top_k=30, top_p=0.97, seed=99, repetition_penalty=1.05)
@@ -84,3 +89,28 @@ def test_five_hundred_tokens_with_every_draft_rejected(scheme: VerifySchemeName)
     answer = rig.submit(make_requests(1, None, 500)[0])
     assert rig.run() == {0: text}
     assert answer.last.num_accepted_tokens == 0
+
+
+@pytest.mark.parametrize("scheme", ["replay", "intermediate"])
+def test_a_reused_prefix_changes_no_text(scheme: VerifySchemeName) -> None:
+    """Requests that share 128 tokens of prompt, one after the other: the later ones start from a snapshot."""
+    prefix = tiny_prompt(0, 150)
+    requests = [
+        ExecutorRequest(request_id=i, prompt_token_ids=(*prefix, *range(i + 3)), max_tokens=40)
+        for i in range(3)
+    ]
+    expected = []
+    for request in requests:
+        rig = make_tiny_rig()
+        rig.submit(request)
+        expected.append(rig.run()[request.request_id])
+    rig = make_tiny_rig(scheme=scheme, spec=speculation(5), snapshot_interval=64)
+    for request, text in zip(requests, expected, strict=True):
+        answer = rig.submit(request)
+        while rig.executor.run_step():
+            rig.manager.check_integrity()
+        assert answer.token_ids == text
+        assert answer.last.cached_tokens == (128 if request.request_id else 0)
+    snapshot = rig.executor.snapshot()
+    assert (snapshot.prompt_tokens_total, snapshot.prompt_cached_tokens_total) == (462, 256)
+    rig.executor.shutdown()

@@ -9,7 +9,7 @@ import torch
 from tensorrt_llm._torch.models.config import parse_config
 from tensorrt_llm._torch.models.modeling_kimi import KimiForCausalLM
 from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig, VerifySchemeName
-from tensorrt_llm._torch.pyexecutor.kv_cache.config import KvCacheSettings
+from tensorrt_llm._torch.pyexecutor.kv_cache.config import KvCacheSettings, MambaStateSettings
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
 from tensorrt_llm._torch.pyexecutor.llm_request import ExecutorRequest, SamplingSpec
 from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor
@@ -106,6 +106,7 @@ def make_tiny_rig(
     max_batch_size: int = 8,
     max_num_tokens: int = 512,
     max_tokens_in_cache: int = 2048,
+    snapshot_interval: int | None = None,
 ) -> TinyRig:
     """An executor as `create_py_executor` builds it. A drafter of one's own goes into a User_Provided
     spec.
@@ -117,7 +118,11 @@ def make_tiny_rig(
         max_num_tokens=max_num_tokens,
         max_seq_len=MAX_SEQ_LEN,
         enable_chunked_prefill=True,
-        kv_cache_config=KvCacheSettings(max_tokens=max_tokens_in_cache),
+        kv_cache_config=KvCacheSettings(
+            max_tokens=max_tokens_in_cache,
+            mamba_state_config=MambaStateSettings(periodic_snapshot_interval=snapshot_interval or 0),
+        ),
+        enable_block_reuse=snapshot_interval is not None,
         speculation=spec,
         random_seed=5,
     )
