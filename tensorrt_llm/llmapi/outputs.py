@@ -112,7 +112,7 @@ class RequestOutput:
 
     `result()` and `aresult()` (or `await`) wait for the end; iterating, with `for` or `async for`, gives this
     object back after every step of a streaming request (`changed` is the choice that grew), and once at the
-    end of another. One reader at a time.
+    end of another. `error` is what all of them raise. One reader at a time.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class RequestOutput:
         self._submitted = submitted
         self._streaming = streaming
         self._num_unfinished = params.n
-        self._error: RequestError | None = None
+        self.error: RequestError | None = None
         self._aborted = False
         writes = tokenizer is not None and params.detokenize
         self._writers = [_TextWriter(tokenizer, params) for _ in self.outputs] if tokenizer and writes else []
@@ -192,7 +192,7 @@ class RequestOutput:
         for output in self.outputs:
             output._begin_step()
         if response.error is not None:
-            self._error = RequestError(response.error)
+            self.error = RequestError(response.error)
             self._num_unfinished = 0
             self._submitted.cancel()
             return
@@ -204,6 +204,6 @@ class RequestOutput:
         self._num_unfinished -= response.is_final
 
     def _checked(self) -> "RequestOutput":
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self

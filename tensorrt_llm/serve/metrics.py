@@ -92,8 +92,10 @@ class ServerMetrics:
         self._registry.register(_EngineCollector(self._labels, snapshot))
 
     def observe(self, outputs: Sequence[RequestOutput]) -> None:
-        """Note the end of a request's outputs; unfinished ones were given up by their client."""
+        """Note the end of a request: what has neither ended nor failed was given up by its client."""
         for output in outputs:
+            if output.error is not None:
+                continue
             self._prompt_tokens.labels(*self._labels).inc(len(output.prompt_token_ids))
             self._cached_tokens.labels(*self._labels).inc(output.cached_tokens)
             self._cached.observe(output.cached_tokens)

@@ -20,6 +20,7 @@ from tensorrt_llm.serve.errors import (
     SERVER,
     UNAUTHORIZED,
     ApiError,
+    failed_request,
     install_handlers,
     invalid_argument,
     unknown_model,
@@ -172,13 +173,19 @@ class OpenAIServer:
         headers = {"x-request-id": request_id}
         if request.stream:
             events = stream(outputs, writer, request.usage_in_stream)
-            return EventStream(events, outputs, self._metrics.observe, headers)
+            return EventStream(events, outputs, self._observe_stream, headers)
         try:
             await unless_client_leaves(http, collect(outputs, self._metrics.observe))
         except ClientGone:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         body = writer.body(outputs).model_dump_json()
         return Response(body, media_type="application/json", headers=headers)
+
+    def _observe_stream(self, outputs: Sequence[RequestOutput]) -> None:
+        self._metrics.observe(outputs)
+        errors = [output.error for output in outputs if output.error is not None]
+        if errors:
+            self._metrics.observe_error(failed_request(errors[0]).status)
 
     def _render(self, request: ChatCompletionRequest) -> str:
         template = self._options.chat_template
@@ -207,7 +214,7 @@ class OpenAIServer:
         if name not in self._options.model_names:
             raise unknown_model(name, list(self._options.model_names))
 
-    def _check_key(self, http: Request) -> None:
+    async def _check_key(self, http: Request) -> None:
         key = self._options.api_key
         given = http.headers.get("authorization", "").removeprefix("Bearer ")
         if key is not None and not hmac.compare_digest(given.encode(), key.encode()):

@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tensorrt_llm import LLM
+from tensorrt_llm._torch.pyexecutor.llm_request import FailureKind, RequestFailure
 from tensorrt_llm.serve import openai_server
 from tensorrt_llm.serve.openai_server import OpenAIServer, ServerOptions
 from tensorrt_llm.version import __version__
@@ -115,6 +116,16 @@ def test_requests_count_at_their_end(serving: ServeCall) -> None:
         assert value(samples, f"{name}_count") == 2, name
         assert value(samples, f"{name}_sum") == 2 * seconds, name
     assert value(samples, "time_per_output_token_seconds_sum") == pytest.approx(0.5 / 4 + 0.5 / 2)
+
+
+def test_failed_requests_count_as_errors_only(serving: ServeCall) -> None:
+    failure = RequestFailure(kind=FailureKind.CAPACITY, message="no cache capacity")
+    served = serving({"text": "abc", "failure": failure})
+    for streams in (False, True):
+        served.http.post("/v1/completions", json={"model": "toy", "prompt": "a", "stream": streams})
+    samples = series(served)
+    assert value(samples, "request_error_total", http_code="503") == 2
+    assert not [name for name, _ in samples if name == "trtllm_request_success_total"]
 
 
 def test_many_clients_at_once_get_their_own_answers(serving: ServeCall) -> None:
