@@ -114,3 +114,17 @@ def test_a_reused_prefix_changes_no_text(scheme: VerifySchemeName) -> None:
     snapshot = rig.executor.snapshot()
     assert (snapshot.prompt_tokens_total, snapshot.prompt_cached_tokens_total) == (462, 256)
     rig.executor.shutdown()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_loop_runs_on_a_gpu(scheme: VerifySchemeName) -> None:
+    """Products on a GPU depend on the batch, so texts may differ: everything ends and everything returns."""
+    rig = make_tiny_rig(scheme=scheme, spec=speculation(7), device="cuda")
+    answers = [rig.submit(request) for request in (*make_requests(4), *make_sampled(4))]
+    assert all(len(text) == 60 for text in rig.run().values())
+    assert sum(answer.last.num_draft_tokens for answer in answers) > 0
+
+
+def make_sampled(count: int) -> list[ExecutorRequest]:
+    return [tiny_request(100 + i, 30 + 9 * i, 60, SAMPLED) for i in range(count)]

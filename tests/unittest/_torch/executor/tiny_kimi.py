@@ -59,15 +59,15 @@ TINY_CONFIG = {
 
 
 @cache
-def tiny_model() -> KimiForCausalLM:
-    """The model in fp32 on the CPU; its verify scheme is whatever was last asked of `make_tiny_rig`."""
+def tiny_model(device: str = "cpu") -> KimiForCausalLM:
+    """The model in fp32; its verify scheme is whatever was last asked of `make_tiny_rig`."""
     model = KimiForCausalLM(parse_config(TINY_CONFIG), torch.float32)
     random = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             fan_in = parameter.shape[-1] if parameter.dim() > 1 else 1
             parameter.data.copy_(torch.randn(parameter.shape, generator=random) * 1.6 / fan_in**0.5)
-    return model.eval().requires_grad_(False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -107,6 +107,7 @@ def make_tiny_rig(
     max_num_tokens: int = 512,
     max_tokens_in_cache: int = 2048,
     snapshot_interval: int | None = None,
+    device: str = "cpu",
 ) -> TinyRig:
     """An executor as `create_py_executor` builds it. A drafter of one's own goes into a User_Provided
     spec.
@@ -126,7 +127,8 @@ def make_tiny_rig(
         speculation=spec,
         random_seed=5,
     )
-    executor = build_py_executor(config, resolve_config_scheme(config), tiny_model(), torch.device("cpu"))
+    resolved = resolve_config_scheme(config)
+    executor = build_py_executor(config, resolved, tiny_model(device), torch.device(device))
     manager = executor._cache
     assert isinstance(manager, MambaHybridCacheManagerV2)
     return TinyRig(executor=executor, manager=manager)
