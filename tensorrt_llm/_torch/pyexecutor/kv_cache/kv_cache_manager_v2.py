@@ -105,8 +105,11 @@ class KVCacheManagerV2(CacheStorage):
             return cache.is_active or self._resume(cache)
         cache = self._create_cache(req)
         if not self._resume(cache):
+            # It will be looked up again: counted once, when it gets in.
+            cache.discard_pending_stats()
             cache.close()
             return False
+        cache.commit_pending_stats()
         self.kv_cache_map[req.py_request_id] = cache
         if cache.num_committed_tokens:
             self._num_reused[req.py_request_id] = cache.num_committed_tokens

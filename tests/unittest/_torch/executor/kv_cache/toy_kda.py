@@ -102,6 +102,8 @@ class Literal:
         self.layers = [toy.start() for _ in range(toy.num_layers)]
 
     def feed(self, tokens: Sequence[int]) -> None:
+        if not tokens:
+            return
         self.tokens += tokens
         self.layers = [
             self._toy.advance(layer, state, window, tokens)
