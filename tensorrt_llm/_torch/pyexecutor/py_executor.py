@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The executor: one thread that runs the model step by step for all open requests.
 
-A step: admit, schedule, place in the cache, forward, sample, accept, tell the cache, answer, draft.
+A step: admit, schedule, place in the cache, forward, sample, accept, tell the cache, draft, answer.
 Requests and cancellations arrive from other threads through an inbox that is emptied between steps, so
 nobody touches a request while a step runs it.
 """
