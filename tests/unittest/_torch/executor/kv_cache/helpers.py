@@ -139,6 +139,7 @@ def make_manager(
     config: KvCacheSettings | None = None,
     device: str = "cpu",
     decoding_type: str = "NGram",
+    cls: type[MambaHybridCacheManagerV2] = MambaHybridCacheManagerV2,
     **keywords: object,
 ) -> MambaHybridCacheManagerV2:
     """A manager of recurrent layers followed by attention layers, fp32 throughout."""
@@ -146,7 +147,7 @@ def make_manager(
     spec = (
         SpecSettings(max_draft_len=num_spec or 2, decoding_type=decoding_type) if with_spec_config else None
     )
-    return MambaHybridCacheManagerV2(
+    return cls(
         head_dim,
         conv_width,
         num_heads,

@@ -10,7 +10,10 @@ import torch
 from tensorrt_llm._torch.pyexecutor.kv_cache import storage_builder
 from tensorrt_llm._torch.pyexecutor.kv_cache.config import MambaStateSettings, SpecSettings
 from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan, create_manager
-from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import (
+    MambaHybridCacheManagerV2,
+    MixedMambaHybridCacheManager,
+)
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.common import (
     num_padding_dummies,
     num_reserved_dummy_slots,
@@ -428,3 +431,33 @@ def test_the_number_of_requests_that_can_have_a_slot_is_told() -> None:
         assert manager.get_max_resource_count() == batch
         assert manager.num_state_slots > batch
         manager.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "config"), [({"kda_token_states": True}, {}), ({}, {"enable_block_reuse": True})]
+)
+def test_the_mixed_manager_refuses_what_it_does_not_have(
+    keywords: dict[str, object], config: dict[str, object]
+) -> None:
+    with pytest.raises(ValueError, match="needs MambaHybridCacheManagerV2"):
+        make_manager(cls=MixedMambaHybridCacheManager, config=settings(**config), **keywords)
+
+
+def test_the_mixed_manager_runs_verify_rounds_with_replay_caches() -> None:
+    toy = ToyKda(num_layers=3, H=2, K=32)
+    manager = make_manager(cls=MixedMambaHybridCacheManager, head_dim=32)
+    assert manager.kda_qkg_cache is not None and manager.kda_state_tok is None
+    req, literal = Request(0), Literal(toy)
+    admit(manager, req)
+    toy.prefill(manager, slot_of(manager, req), 0, req.tokens)
+    literal.feed(req.tokens)
+    for tokens, count in (([3, 1, 4], 2), ([1, 5], 0)):
+        batch = launch(manager, req, num_drafts=len(tokens) - 1)
+        toy.verify(manager, [slot_of(manager, req)], [tokens])
+        accept(manager, batch, count)
+        literal.feed(tokens[: count + 1])
+    for (state, window), true in zip(
+        logical_layers(manager, slot_of(manager, req)), literal.layers, strict=True
+    ):
+        assert torch.equal(state, true[0]) and torch.equal(window, true[1])
+    manager.shutdown()
