@@ -158,8 +158,6 @@ class Committer:
             block = own
         elif block is None:
             block = self._tree.add(parent, key)
-        elif own is not None:
-            self._withdraw(own)
         self._tree.pin(block)
         for life_cycle, value in self._life_cycles.attention:
             if not self._offer_page(block, life_cycle, value, ordinal, num_tokens):
@@ -182,7 +180,7 @@ class Committer:
             return mine is offered
         stale = value.stale_range(num_tokens, self._tree.tokens_per_block)
         is_needed = not (self._keeps_minimum and stale.start <= ordinal < stale.stop)
-        if mine is not None and is_needed:
+        if mine is not None and mine.block is None and is_needed:
             self._link(mine, block, ordinal)
         return True
 
@@ -230,12 +228,6 @@ class Committer:
     def _attached_partial(self) -> Block | None:
         own = self._own_partial
         return own if own is not None and self._tree.is_attached(own) else None
-
-    def _withdraw(self, partial: Block) -> None:
-        """Take the request's own partial block back, because another request has completed an equal block."""
-        for page in list(partial.pages()):
-            if page.block is partial:
-                self._storage.withdraw(page)
 
     def _partial_block(self) -> Block:
         """Return the block of the tokens behind the tail, created or extended if need be."""

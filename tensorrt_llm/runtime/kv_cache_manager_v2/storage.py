@@ -278,15 +278,16 @@ class Storage:
         """Queue a page that has just been linked to the reuse tree and that no cache holds."""
         self._offer(page)
 
-    def withdraw(self, page: Page) -> None:
-        """Take a page out of the reuse tree; a held one becomes private, others are dropped.
+    def withdraw(self, page: Page) -> Sequence[Page]:
+        """Take a page out of the reuse tree, with those that become useless; returns the pages that are freed.
 
-        Pages that become useless with it are dropped too.
+        Held pages become private instead.
         """
-        for freed in self.unlink(page):
-            self.group(freed.life_cycle, freed.level).queue.discard(freed)
-            self._listener.on_dropped(freed)
-            self.free(freed)
+        freed = self.unlink(page)
+        for one in freed:
+            self.group(one.life_cycle, one.level).queue.discard(one)
+            self.free(one)
+        return freed
 
     # Movement
 
@@ -374,7 +375,8 @@ class Storage:
             if num_dropped and not page.num_holders:
                 num_dropped -= 1
                 if self._is_still_at(page, level):
-                    self.withdraw(page)
+                    for dropped in self.withdraw(page):
+                        self._listener.on_dropped(dropped)
         moving = [page for page in victims if self._is_still_at(page, level)]
         slots = self.levels[below][group].allocator.allocate(len(moving)) if moving else []
         if moving:
