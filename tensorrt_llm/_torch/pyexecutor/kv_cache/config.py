@@ -5,7 +5,7 @@ value of each.
 `llmapi`'s pydantic classes carry the same field names and satisfy these protocols; nothing here imports them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, Protocol
@@ -180,8 +180,8 @@ class AttentionShape:
         return self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
-def refuse_unsupported(**values: object) -> None:
+def refuse_unsupported(arguments: Mapping[str, object]) -> None:
     """ValueError for the first of these arguments that is neither None nor False."""
-    for name, value in values.items():
+    for name, value in arguments.items():
         if value not in (None, False):
             raise ValueError(f"{name} is {value!r}; this package does not support it: leave it out")

@@ -45,10 +45,12 @@ class KVCacheManagerV2(CacheStorage):
         joint_kv_cache_reuse: bool = False, device: str = "cuda",
     ) -> None:  # fmt: skip
         refuse_unsupported(
-            kv_connector_manager=kv_connector_manager,
-            cold_page_codec_provider=cold_page_codec_provider,
-            joint_kv_cache_reuse=joint_kv_cache_reuse,
-            kv_events_config=kv_events_config,
+            {
+                "kv_connector_manager": kv_connector_manager,
+                "cold_page_codec_provider": cold_page_codec_provider,
+                "joint_kv_cache_reuse": joint_kv_cache_reuse,
+                "kv_events_config": kv_events_config,
+            }
         )
         self._note_engine(mapping, spec_config, execution_stream, device)
         self._note_role(is_draft, is_disagg, is_estimating_kv_cache)

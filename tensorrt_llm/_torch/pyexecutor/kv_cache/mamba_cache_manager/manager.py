@@ -94,12 +94,14 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
         )
         verify = plan_verify(spec, kda_replay_num_spec, kda_token_states, kda_verify_scheme, is_draft)
         refuse_unsupported(
-            kv_connector_manager=kv_connector_manager,
-            cold_page_codec_provider=cold_page_codec_provider,
-            joint_kv_cache_reuse=joint_kv_cache_reuse,
-            kv_events_config=kv_events_config,
-            qwen4_exp_ple_cache_params=qwen4_exp_ple_cache_params,
-            mamba_ssm_stochastic_rounding=mamba_ssm_stochastic_rounding,
+            {
+                "kv_connector_manager": kv_connector_manager,
+                "cold_page_codec_provider": cold_page_codec_provider,
+                "joint_kv_cache_reuse": joint_kv_cache_reuse,
+                "kv_events_config": kv_events_config,
+                "qwen4_exp_ple_cache_params": qwen4_exp_ple_cache_params,
+                "mamba_ssm_stochastic_rounding": mamba_ssm_stochastic_rounding,
+            }
         )
         self._note_engine(mapping, spec_config, execution_stream, device)
         self._note_role(is_draft, is_disagg, is_estimating_kv_cache)
