@@ -46,11 +46,9 @@ class SlotMap:
         return slots
 
     def _resettle(self, changed: dict[int, int], contexts: frozenset[int]) -> None:
-        known, taken = self.state_index, set(changed.values())
-        # A slot that is taken over by another request has been left by its last one, scheduled now or not.
-        left = [i for i, slot in known.items() if slot in taken and i not in changed]
+        known = self.state_index
         moved = {i: slot for i, slot in changed.items() if i in known and i not in contexts}
-        moved |= {i: self.slot_of(i) for i in left}
+        moved |= self._find_displaced(changed)
         if self.buffers is not None:
             self._move(self.buffers, moved)
             fresh = {i: slot for i, slot in changed.items() if i not in known and i not in contexts}
@@ -58,6 +56,20 @@ class SlotMap:
             self.buffers.seed([slot for i, slot in fresh.items() if i in self.suspended])
         known.update(moved)
         known.update(changed)
+
+    def _find_displaced(self, changed: dict[int, int]) -> dict[int, int]:
+        """Requests whose slot has another owner now, and where their states are, scheduled or not.
+
+        A slot that is taken over was left by its last owner, which may have taken over another's in turn.
+        """
+        displaced: dict[int, int] = {}
+        taken = set(changed.values())
+        while taken:
+            owners = [i for i, slot in self.state_index.items() if slot in taken]
+            found = {i: self.slot_of(i) for i in owners if i not in changed and i not in displaced}
+            displaced |= found
+            taken = set(found.values())
+        return displaced
 
     def _move(self, buffers: SlotBuffers, moved: dict[int, int]) -> None:
         if moved:

@@ -59,6 +59,19 @@ def test_a_slot_taken_over_is_left_by_its_last_owner_first() -> None:
     slots.check_integrity()
 
 
+def test_owners_that_displaced_each_other_unseen_are_all_followed() -> None:
+    """11 left slot 2 for 3, 10 left 0 for 2, and 13 starts in 0: only 13 is scheduled."""
+    slots, where = make()
+    where |= {10: 0, 11: 2}
+    slots.place([10, 11], num_contexts=0)
+    mark(slots)
+    where |= {10: 2, 11: 3, 13: 0}
+    slots.place([13], num_contexts=1)
+    assert slots.state_index == where
+    assert marks(slots) == [0, 1, 0, 2, 4, 5]
+    slots.check_integrity()
+
+
 def test_a_suspend_applies_drafts_where_the_state_is_now() -> None:
     slots, where = make()
     where[10] = 0
