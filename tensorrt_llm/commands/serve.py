@@ -152,12 +152,12 @@ def _serve(args: TorchLlmArgs, host: str, port: int, options: ServerOptions) -> 
         except ValueError as error:
             raise Refusal(str(error)) from None
         with llm:
-            return _run(llm, bound, options)
+            return _run(llm, bound, url_of(host, bound), options)
 
 
-def _run(llm: LLM, bound: socket.socket, options: ServerOptions) -> int:
+def _run(llm: LLM, bound: socket.socket, url: str, options: ServerOptions) -> int:
     process = ServerProcess()
-    line = start_up_line(url_of(bound), options.model_names[0], llm.description)
+    line = start_up_line(url, options.model_names[0], llm.description)
     try:
         server = OpenAIServer(llm, replace(options, on_fatal=process.fail))
     except ValueError as error:

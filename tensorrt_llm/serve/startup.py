@@ -34,11 +34,10 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
-    """Where clients of this machine find the server."""
-    host, port = bound.getsockname()[:2]
-    name = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{name}:{port}"
+def url_of(host: str, bound: socket.socket) -> str:
+    """Where clients of this machine find a server that was bound to `host`."""
+    name = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{bound.getsockname()[1]}"
 
 
 def start_up_line(url: str, model_name: str, description: ExecutorDescription) -> str:

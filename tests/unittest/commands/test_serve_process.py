@@ -77,6 +77,29 @@ def test_a_server_from_its_command_line_to_its_end(tmp_path: Path, end: signal.S
         assert process.wait(PATIENCE_S) == code
 
 
+def test_the_packaged_model_streams_python(tmp_path: Path) -> None:
+    """As `make serve` starts it, but for the port and for drafts, which change no text."""
+    options = tmp_path / "options.yaml"
+    options.write_text("speculative_config: {decoding_type: NGram, max_draft_len: 7}\n")
+    prompt = "class Point:\n    def __init__(self, x, y):\n        self.x = x\n"
+    texts = []
+    for flags in ((), ("--config", options)):
+        with serving("kimi-k3-tiny", "--port", 0, *flags) as process:
+            url = read_until(process, r"(http://localhost:\d+) serves kimi-k3-tiny ").group(1)
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=PATIENCE_S) as client:
+                chunks = client.completions.create(
+                    model="kimi-k3-tiny", prompt=prompt, max_tokens=48, temperature=0, stream=True
+                )
+                texts.append("".join(chunk.choices[0].text for chunk in chunks))
+                chat = client.chat.completions.create(
+                    model="kimi-k3-tiny",
+                    messages=[{"role": "user", "content": "Add two numbers."}],
+                    max_tokens=8,
+                )
+                assert chat.choices[0].message.content
+    assert texts[0] == texts[1] and ("def " in texts[0] or "self." in texts[0])
+
+
 def test_a_checkpoint_that_cannot_be_loaded_is_one_message(tmp_path: Path) -> None:
     write_toy_checkpoint(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

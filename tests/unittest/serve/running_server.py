@@ -45,7 +45,7 @@ def running(llm: LLM, options: ServerOptions) -> Iterator[str]:
     thread.start()
     try:
         assert listening.wait(PATIENCE_S)
-        yield url_of(bound)
+        yield url_of("127.0.0.1", bound)
     finally:
         process.fail()
         thread.join(PATIENCE_S)

@@ -13,7 +13,7 @@ from tests.unittest.serve.running_server import serve
 def test_a_bound_port_refuses_until_it_listens() -> None:
     with bind("127.0.0.1", 0) as bound:
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url_of(bound)}/health")
+            httpx.get(f"{url_of('127.0.0.1', bound)}/health")
         bound.listen()
         socket.create_connection(bound.getsockname()[:2], timeout=5).close()
 
@@ -26,10 +26,12 @@ def test_a_taken_port_cannot_be_bound() -> None:
             bound.listen()
 
 
-@pytest.mark.parametrize(("host", "name"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost")])
+@pytest.mark.parametrize(
+    ("host", "name"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost"), ("localhost", "localhost")]
+)
 def test_url_is_one_that_clients_can_use(host: str, name: str) -> None:
     with bind(host, 0) as bound:
-        assert url_of(bound) == f"http://{name}:{bound.getsockname()[1]}"
+        assert url_of(host, bound) == f"http://{name}:{bound.getsockname()[1]}"
 
 
 def test_start_up_line_names_url_model_split_and_scheme() -> None:
@@ -53,4 +55,4 @@ def test_a_server_can_be_restarted_at_once_on_its_port() -> None:
         assert first.http.get("/health", headers={"connection": "close"}).status_code == 200
     assert port is not None
     with bind("127.0.0.1", port) as bound:
-        assert url_of(bound) == first.url
+        assert url_of("127.0.0.1", bound) == first.url
