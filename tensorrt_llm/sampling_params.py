@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 MAX_LOGPROBS = 20
+# The loop looks for all of them at every token, between the steps of all requests.
+MAX_STOP_STRINGS = 64
 
 _UNSUPPORTED = {
     "use_beam_search": "beam search is not offered: sample n choices instead",
@@ -168,6 +170,10 @@ def _check_stops(params: SamplingParams) -> None:
     stop = params.stop
     if stop is not None and not isinstance(stop, str):
         _require(isinstance(stop, Sequence), "stop", stop, "must be a string or a list of strings")
+    few = len(params.stop_strings) <= MAX_STOP_STRINGS
+    _require(
+        few, "stop", f"[{len(params.stop_strings)} strings]", f"at most {MAX_STOP_STRINGS} are looked for"
+    )
     for text in params.stop_strings:
         _require(
             isinstance(text, str) and text != "", "stop", stop, "every stop string must be a non-empty string"

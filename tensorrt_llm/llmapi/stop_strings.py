@@ -15,6 +15,36 @@ class TextStep:
     stop: str | None
 
 
+class _PrefixMatcher:
+    """How much of one stop string the text ends with (Knuth, Morris and Pratt), whatever its length."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_matched = 0
+        self._shorter = _shorter_matches(stop)
+
+    def push(self, character: str) -> bool:
+        """Add a character; True if it completes the stop string."""
+        matched = self.num_matched
+        while matched and self.stop[matched] != character:
+            matched = self._shorter[matched]
+        matched += self.stop[matched] == character
+        is_complete = matched == len(self.stop)
+        self.num_matched = self._shorter[matched] if is_complete else matched
+        return is_complete
+
+
+def _shorter_matches(stop: str) -> list[int]:
+    """Entry m: the longest proper prefix of stop that its first m characters end with."""
+    table = [0, 0]
+    for character in stop[1:]:
+        length = table[-1]
+        while length and stop[length] != character:
+            length = table[length]
+        table.append(length + (stop[length] == character))
+    return table
+
+
 class StopScanner:
     """Finds the first of several stop strings in a text given piece by piece.
 
@@ -23,19 +53,22 @@ class StopScanner:
     """
 
     def __init__(self, stops: tuple[str, ...], *, include_stop: bool = False) -> None:
-        self._stops = stops
+        self._matchers = [_PrefixMatcher(stop) for stop in stops]
         self._include_stop = include_stop
         self._held = ""
 
     def push(self, piece: str, *, may_stop: bool = True) -> TextStep:
         """Add `piece`; matches that end inside it are passed over unless `may_stop`."""
+        if not self._matchers:
+            return TextStep(text=piece, stop=None)
         text = self._held + piece
-        match = self._find(text) if may_stop else None
-        if match is not None:
-            start, stop = match
-            self._held = ""
-            return TextStep(text=text[: start + len(stop) if self._include_stop else start], stop=stop)
-        certain = len(text) - self._num_open_chars(text)
+        for end, character in enumerate(piece, start=len(self._held) + 1):
+            complete = [matcher.stop for matcher in self._matchers if matcher.push(character)]
+            if complete and may_stop:
+                stop = max(complete, key=len)
+                self._held = ""
+                return TextStep(text=text[: end if self._include_stop else end - len(stop)], stop=stop)
+        certain = len(text) - max(matcher.num_matched for matcher in self._matchers)
         self._held = text[certain:]
         return TextStep(text=text[:certain], stop=None)
 
@@ -43,25 +76,6 @@ class StopScanner:
         """The held tail, certain now that the text has ended."""
         held, self._held = self._held, ""
         return held
-
-    def _find(self, text: str) -> tuple[int, str] | None:
-        """(start, stop string) of the first match that ends beyond the held part, searched before."""
-        found = []
-        for stop in self._stops:
-            start = text.find(stop, max(0, len(self._held) - len(stop) + 1))
-            if start >= 0:
-                found.append((start + len(stop), start, stop))
-        return min(found)[1:] if found else None
-
-    def _num_open_chars(self, text: str) -> int:
-        """Length of the longest tail of `text` that is a proper prefix of a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
 
 
 class TextStream:

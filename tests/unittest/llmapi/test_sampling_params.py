@@ -17,6 +17,7 @@ REFUSED = [
     ("stop", ["a", ""], "non-empty"),
     ("stop", ["a", 3], "non-empty"),
     ("stop", 3, "list of strings"),
+    ("stop", ["a"] * 65, "at most 64"),
     ("stop_token_ids", [-1], "token ids"),
     ("bad_token_ids", ["a"], "token ids"),
     ("n", 0, "whole number >= 1"),
@@ -57,7 +58,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "rule"), REFUSED, ids=[f"{name}={value}" for name, value, _ in REFUSED]
+    ("name", "value", "rule"), REFUSED, ids=[f"{name}={str(value)[:20]}" for name, value, _ in REFUSED]
 )
 def test_what_is_wrong_or_not_supported_is_named_with_a_remedy(name: str, value: object, rule: str) -> None:
     with pytest.raises(ValueError, match=rf"(?s)^SamplingParams\.{name}=.*{rule}"):
