@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel packs: kernels that `trtllm-kernels` compiled ahead of time, and the manifest that says what is in them.
+"""Kernel packs: kernels that `trtllm-kernels` compiled ahead of time, and a manifest of what is in them.
 
 A pack is a directory: `manifest.json`, one library per architecture and the DSL's runtime library, which
 the others find beside them. Loading one needs torch and apache-tvm-ffi, not the DSL.
@@ -43,7 +43,7 @@ class Library:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """source_hashes: by op. libraries: by architecture, "runtime" for the DSL's. versions: of the compilers."""
+    """source_hashes by op; libraries by architecture, "runtime" for the DSL's; versions of the compilers."""
 
     format: int
     source_hashes: dict[str, str]
@@ -93,7 +93,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_pack(directory: Path, architecture: str, op: str, sources: tuple[str, ...]) -> Manifest:
-    """The manifest, once it is known to fit an op's sources, an architecture and its own files; else PackRefused."""
+    """The manifest, known to fit an op's sources, an architecture and its own files; else PackRefused."""
     manifest = read_manifest(directory)
     expected, found = source_hash(sources), manifest.source_hashes.get(op, "none")
     if found != expected:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation of an op runs here: a pack, the CuTe DSL, Triton or torch; said once, with the reason."""
+"""Which implementation of an op runs here: a pack, the CuTe DSL, Triton or torch; said once, with why."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from tensorrt_llm import envs
-from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.launch import VerifyConfig, choose_config
+from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.choice import choose_config
+from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.launch import VerifyConfig
 from tensorrt_llm._torch.modules.kda.ops.packs import Pack
 
 
 class CompiledVerify:
-    """Callable with the op's arguments. Kernels come from `pack`; one it lacks, or all without it, is compiled."""
+    """Callable with the op's arguments. Kernels come from `pack`; what it lacks is compiled."""
 
     def __init__(self, pack: Pack | None) -> None:
         self._pack = pack
@@ -25,7 +26,7 @@ class CompiledVerify:
             self.kernel(config)
 
     def kernel(self, config: VerifyConfig) -> Callable[..., Any]:
-        """The launcher of a configuration. Raises RuntimeError where it would be compiled inside a capture."""
+        """The launcher of a configuration. RuntimeError where it would be compiled inside a capture."""
         kernel = self._kernels.get(config)
         if kernel is None:
             kernel = self._kernels[config] = self._find(config)
@@ -45,7 +46,8 @@ class CompiledVerify:
         return compile_verify(config)
 
     def __call__(
-        self, proj: Tensor, w_fb: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, a_log: Tensor, dt_bias: Tensor,
+        self, proj: Tensor, w_fb: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, a_log: Tensor,
+        dt_bias: Tensor,
         onorm_w: Tensor, cs_q: Tensor, cs_k: Tensor, cs_v: Tensor, ssm: Tensor, state_tok: Tensor,
         slots: Tensor, pending: Tensor, num_spec: int, lower_bound: float, scale: float, eps: float,
         g_ext: Tensor | None = None, *, config: VerifyConfig | None = None,
@@ -57,7 +59,8 @@ class CompiledVerify:
             )
         out = torch.empty((proj.shape[0], heads, onorm_w.shape[0]), dtype=proj.dtype, device=proj.device)
         self.kernel(config)(
-            proj, w_fb, w_q, w_k, w_v, a_log, dt_bias, onorm_w, cs_q, cs_k, cs_v, ssm, state_tok, slots, pending,
+            proj, w_fb, w_q, w_k, w_v, a_log, dt_bias, onorm_w, cs_q, cs_k, cs_v, ssm, state_tok, slots,
+            pending,
             g_ext, out, proj.shape[0] // requests, lower_bound, scale, eps,
         )  # fmt: skip
         return out

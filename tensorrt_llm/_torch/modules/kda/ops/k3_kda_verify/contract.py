@@ -54,7 +54,8 @@ def check_arguments(
         _refuse("the strides of proj", proj.stride(), "columns must be contiguous")
     for name, tensor, shape in (
         ("w_fb", w_fb, (D, K)), ("w_q", w_q, (D, W)), ("w_k", w_k, (D, W)), ("w_v", w_v, (D, W)),
-        ("dt_bias", dt_bias, (D,)), ("cs_q", cs_q, (pool, D, W - 1 + M)), ("cs_k", cs_k, (pool, D, W - 1 + M)),
+        ("dt_bias", dt_bias, (D,)), ("cs_q", cs_q, (pool, D, W - 1 + M)), ("cs_k", cs_k, (pool, D,
+        W - 1 + M)),
         ("cs_v", cs_v, (pool, D, W - 1 + M)), ("ssm", ssm, (pool, H, K, K)),
         ("state_tok", state_tok, (pool, 3, M, H, K)), ("pending", pending, (pool,)),
     ):  # fmt: skip

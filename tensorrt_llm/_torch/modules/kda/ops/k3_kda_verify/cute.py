@@ -230,7 +230,7 @@ class VerifyKernel:
             stream=stream,
             use_pdl=self.pdl,
             # 168 registers, three CTAs to an SM: all tiles of 64 requests are resident at once.
-            min_blocks_per_mp=3,
+            min_blocks_per_mp=2 if self.external_gate else 3,
             preferred_smem_carveout=100,
         )  # fmt: skip
 
@@ -649,7 +649,7 @@ class VerifyKernel:
         s_onorm = smem.allocate_tensor(Float32, cute.make_layout((4, rows // 4)), 128)
         s_gate = smem.allocate_tensor(Float32, cute.make_layout(4 * rows), 128)
         # Partial sums that warps exchange, over arrays that are dead by then: keys over D_t, taps.
-        s_half = (s_kinv, s_taps)
+        s_half: tuple[cute.Tensor, ...] = (s_kinv, s_taps)
         if cutlass.const_expr(k_warps == 4):
             half_size = WARPS * tiles * 2 * 32
             s_half = (smem.allocate_tensor(Float32, cute.make_layout((4, half_size)), 128),)
@@ -739,6 +739,7 @@ class VerifyKernel:
             bound = lower_bound * Float32(LOG2E)
             if cutlass.const_expr(self.external_gate):
                 for t in cutlass.range_constexpr(MAX_TOKENS):
+                    assert g_ext is not None
                     g = g_ext[first_token + cutlass.min(Int32(t), num_tokens - 1), channel].to(Float32)
                     flat_d[t * K + (tid ^ (16 * (t & 1)))] = cute.math.exp2(
                         bound * _sigmoid(rate * (g + bias[0])), fastmath=True

@@ -12,10 +12,9 @@ CONV_WIDTH = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyShape:
-    """N requests of T tokens, H heads, M drafts, `num_slots` rows in the pools (0: one per request and one more).
+    """N requests of T tokens, H heads, M drafts, `num_slots` rows in the pools (0: a row more than requests).
 
-    `slot_stride`: floats between two states of the SSM pool (0: dense). `layers`: pools are views of layer 0 in
-    memory that interleaves so many layers per slot.
+    `layers`: pools are views of layer 0 in memory that interleaves so many layers per slot.
     """
 
     requests: int

@@ -28,8 +28,8 @@ def k3_kda_verify(
         proj: [N T, >= 4 D + K + H], q | k | v | output gate | f_a | b | padding; request r owns rows r T ...
         w_fb: [D, K], in the dtype of proj. w_q, w_k, w_v: [D, W] fp32 taps, oldest first.
         a_log: [H]; dt_bias: [D]; onorm_w: [V]; fp32.
-        cs_q, cs_k, cs_v: [pool, D, W - 1 + M] fp32, channels contiguous; column c is the raw input at position
-            c - (W - 2) around the golden token.
+        cs_q, cs_k, cs_v: [pool, D, W - 1 + M] fp32, channels contiguous; column c is the raw input at
+            position c - (W - 2) around the golden token.
         ssm: [pool, H, V, K] fp32 states, any slot stride.
         state_tok: [pool, 3, M, H, K] fp32 records vn, beta k, decay of the last round's drafts.
         slots: [N] int32, distinct; -1 pads: its rows are zero and nothing is written.

@@ -44,7 +44,7 @@ class CommitInputs:
 
 
 def make_inputs(shape: CommitShape, *, seed: int = 0, device: str = "cpu") -> CommitInputs:
-    """Arguments with filled pools; SSM states interleave the layers of a slot, as the storage lays them out."""
+    """Arguments with filled pools; SSM states interleave the layers of a slot, as in the storage."""
     gen = torch.Generator().manual_seed(seed)
     L, H, M, slots = shape.layers, shape.heads, shape.num_spec, shape.requests + 1
     D = H * HEAD_DIM

@@ -12,10 +12,11 @@ HEAD_DIM = 128
 
 
 def kda_commit_pending(
-    ssm: Tensor, conv_pool: Tensor, cs_q: Tensor, cs_k: Tensor, cs_v: Tensor, state_tok: Tensor, slots: Tensor,
+    ssm: Tensor, conv_pool: Tensor, cs_q: Tensor, cs_k: Tensor, cs_v: Tensor, state_tok: Tensor,
+    slots: Tensor,
     counts: Tensor,
 ) -> None:  # fmt: skip
-    """Replay the first P records of each slot into its states, and copy its committed conv window to the pool.
+    """Replay the first P records of each slot into its states, and copy its conv window to the pool.
 
     L layers, n requests. One layer's tensors serve with `x.unsqueeze(0)`.
 
@@ -24,8 +25,8 @@ def kda_commit_pending(
         cs_q, cs_k, cs_v: [L, pool, D, W - 1 + M] fp32; state_tok: [L, pool, 3, M, H, K] fp32.
         slots: [n] int32, distinct, -1 skips. counts: [n] int32, P per REQUEST, clamped to [0, M].
 
-    Mutates ssm and conv_pool of the slots named: S = fma(decay, S, vn bk) record by record, bit for bit as the
-    next verify round would; conv columns P .. P + W - 2. The caller zeroes the pending counts.
+    Mutates ssm and conv_pool of the slots named: S = fma(decay, S, vn bk) record by record, bit for bit as
+    the next verify round would; conv columns P .. P + W - 2. The caller zeroes the pending counts.
 
     Raises ValueError for shapes or dtypes outside the above.
     """
@@ -43,7 +44,8 @@ def kda_commit_pending(
 
 
 def _check(
-    ssm: Tensor, conv_pool: Tensor, cs_q: Tensor, cs_k: Tensor, cs_v: Tensor, state_tok: Tensor, slots: Tensor,
+    ssm: Tensor, conv_pool: Tensor, cs_q: Tensor, cs_k: Tensor, cs_v: Tensor, state_tok: Tensor,
+    slots: Tensor,
     counts: Tensor,
 ) -> None:  # fmt: skip
     if ssm.dim() != 5 or state_tok.dim() != 6 or conv_pool.dim() != 4:

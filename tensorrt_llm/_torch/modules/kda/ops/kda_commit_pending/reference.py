@@ -8,7 +8,8 @@ from tensorrt_llm._torch.modules.kda.recurrence import KdaRecord, apply_record
 
 
 def kda_commit_pending_reference(
-    ssm: Tensor, conv_pool: Tensor, cs_q: Tensor, cs_k: Tensor, cs_v: Tensor, state_tok: Tensor, slots: Tensor,
+    ssm: Tensor, conv_pool: Tensor, cs_q: Tensor, cs_k: Tensor, cs_v: Tensor, state_tok: Tensor,
+    slots: Tensor,
     counts: Tensor,
 ) -> None:  # fmt: skip
     """Same arguments and mutations as the op."""

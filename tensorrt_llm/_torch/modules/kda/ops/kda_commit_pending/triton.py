@@ -20,7 +20,8 @@ def _copy_window(pool, column_stride, cache, cache_column, first, channels, COLU
 @triton.jit
 def _commit_kernel(
     ssm, conv_pool, cs_q, cs_k, cs_v, state_tok, slots, counts,
-    ssm_layer, ssm_slot, conv_layer, conv_slot, conv_channel, conv_column, cache_layer, cache_slot, cache_column,
+    ssm_layer, ssm_slot, conv_layer, conv_slot, conv_channel, conv_column, cache_layer, cache_slot,
+    cache_column,
     tok_layer, tok_slot, plane_stride, draft_stride, slots_stride, counts_stride, drafts,
     HEADS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +48,8 @@ def _commit_kernel(
 
 
 def kda_commit_pending_triton(
-    ssm: Tensor, conv_pool: Tensor, cs_q: Tensor, cs_k: Tensor, cs_v: Tensor, state_tok: Tensor, slots: Tensor,
+    ssm: Tensor, conv_pool: Tensor, cs_q: Tensor, cs_k: Tensor, cs_v: Tensor, state_tok: Tensor,
+    slots: Tensor,
     counts: Tensor,
 ) -> None:  # fmt: skip
     """Same arguments and mutations as the op; the three conv caches share their strides."""
