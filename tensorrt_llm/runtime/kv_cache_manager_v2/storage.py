@@ -279,7 +279,8 @@ class Storage:
         self._offer(page)
 
     def withdraw(self, page: Page) -> Sequence[Page]:
-        """Take a page out of the reuse tree, with those that become useless; returns the pages that are freed.
+        """Take a page out of the reuse tree, with those that become useless; returns the pages that are
+        freed.
 
         Held pages become private instead.
         """

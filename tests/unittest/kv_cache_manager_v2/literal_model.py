@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A literal model of the cache core: it stores every token and every byte it has written, and compares.
 
-Each token's cell in an attention page holds a hash of all tokens up to it, and a recurrent state holds the hash of all
-tokens it has seen. So two pages are equal exactly when their prefixes are, and any mix-up of slots, tiers, snapshots
-or partial copies reads back wrong. `Machine` has one method per rule; `drive` and the hypothesis test call them.
+Each token's cell in an attention page holds a hash of all tokens up to it, and a recurrent state holds the
+hash of all tokens it has seen. So two pages are equal exactly when their prefixes are, and any mix-up of
+slots, tiers, snapshots or partial copies reads back wrong. `Machine` has one method per rule; `drive` and
+the hypothesis test call them.
 """
 
 import tempfile
@@ -194,7 +195,9 @@ class Request:
         self.hashes = rolling_hashes(self.tokens)
 
     def continue_text(self, *, noise: bool) -> None:
-        """Append the token that the text so far determines, so that equal prefixes go on equally; or another."""
+        """Append the token that the text so far determines, so that equal prefixes go on equally; or
+        another.
+        """
         last = self.hashes[-1] if self.hashes else 0
         self.tokens.append((last + noise) % 2)
         self.hashes += rolling_hashes(self.tokens[-1:], last)
@@ -221,7 +224,9 @@ class Machine:
     # Rules. `pick` arguments are any non-negative integers.
 
     def create(self, scope: Hashable, tokens: Sequence[int]) -> None:
-        """Open a cache for a prompt; what is reused must be a prefix that was offered, with a token to spare."""
+        """Open a cache for a prompt; what is reused must be a prefix that was offered, with a token to
+        spare.
+        """
         if len(self.requests) >= MAX_OPEN_CACHES or not tokens:
             return
         callback = self._priority if self.variant.has_priorities else None
@@ -445,7 +450,9 @@ class Machine:
         for owner, sequence in self.offered:
             if owner == scope:
                 common = _num_common(sequence, tokens[:-1])
-                best = max(best, common if self.variant.allows_partial else common - common % TOKENS_PER_BLOCK)
+                best = max(
+                    best, common if self.variant.allows_partial else common - common % TOKENS_PER_BLOCK
+                )
         best = max(0, best - self.variant.backoff)
         return best if self.variant.allows_partial else best - best % TOKENS_PER_BLOCK
 
@@ -454,7 +461,9 @@ class Machine:
         lengths = [
             len(sequence)
             for owner, sequence in self.snapshots
-            if owner == scope and len(sequence) % TOKENS_PER_BLOCK == 0 and sequence == tokens[: len(sequence)]
+            if owner == scope
+            and len(sequence) % TOKENS_PER_BLOCK == 0
+            and sequence == tokens[: len(sequence)]
         ]
         return max((length for length in lengths if length < len(tokens)), default=0)
 

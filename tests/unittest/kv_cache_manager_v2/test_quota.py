@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quota split: every number that it decides for Kimi K3, and its rules one by one. No memory, no torch."""
+"""The quota split: every number that it decides for Kimi K3, and its rules one by one. No memory, no
+torch.
+"""
 
 import subprocess
 import sys
