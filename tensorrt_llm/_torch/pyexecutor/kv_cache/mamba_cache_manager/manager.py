@@ -172,10 +172,13 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
         ids = list(attn_metadata.request_ids or ())
         rows = [row for row in range(first, len(ids)) if not self._map.is_dummy.get(ids[row], True)]
         real_ids = [ids[row] for row in rows]
+        slots: Sequence[int] | Tensor
         if state_indices is None:
             slots = [self._map.state_index[request_id] for request_id in real_ids]
+        elif isinstance(state_indices, Tensor):
+            slots = state_indices[index_tensor(rows, state_indices.device)]
         else:
-            slots = [int(state_indices[row]) for row in rows]
+            slots = [state_indices[row] for row in rows]
         num_drafts = num_accepted_tokens[index_tensor(rows, num_accepted_tokens.device)] - 1
         self._map.store_acceptance(real_ids, slots, num_drafts)
 

@@ -142,23 +142,18 @@ class SlotBuffers:
             self.scheme.commit(_as_cache(layer), slots, counts)
         self.num_accepted[index] = 0
 
-    def record_acceptance(self, slots: Sequence[int], num_drafts: Tensor) -> None:
-        """Store how many drafts of the round were accepted (int [len(slots)], clamped to [0, M]) in each
-        slot.
+    def record_acceptance(self, slots: Sequence[int] | Tensor, num_drafts: Tensor) -> None:
+        """Store how many drafts of the round were accepted (int [n], clamped to [0, M]) in each of n slots.
 
-        A scheme that goes to the accepted draft at once does so here, and leaves nothing pending.
+        A scheme that goes to the accepted draft at once does so here, and leaves nothing pending. The host
+        waits for the device only if such a scheme looks at the numbers.
         """
-        index = self._index(slots)
+        index = slots.to(torch.int64) if isinstance(slots, Tensor) else self._index(slots)
         counts = num_drafts.to(self.num_accepted).clamp(0, self.geometry.num_spec)
         self.num_accepted[index] = counts
-        on_host = _LateHostCopy(counts)
-        if all([self.scheme.promote(_as_cache(layer), slots, on_host) for layer in self._layers]):
+        on_host, slots_on_host = _LateHostCopy(counts), _LateHostCopy(index)
+        if all([self.scheme.promote(_as_cache(layer), slots_on_host, on_host) for layer in self._layers]):
             self.num_accepted[index] = 0
-
-    def drop(self) -> None:
-        """Let go of every tensor."""
-        self.tensors.clear()
-        self._layers.clear()
 
     def _index(self, slots: Sequence[int]) -> Tensor:
         return index_tensor(slots, self.num_accepted.device)

@@ -86,7 +86,7 @@ class SlotMap:
         if self.buffers is not None:
             self.acceptance_pending.update(ids)
 
-    def store_acceptance(self, ids: Sequence[int], slots: Sequence[int], num_drafts: Tensor) -> None:
+    def store_acceptance(self, ids: Sequence[int], slots: Sequence[int] | Tensor, num_drafts: Tensor) -> None:
         """The rounds of these requests accepted `num_drafts` int [len(ids)] drafts each."""
         if self.buffers is not None and ids:
             self.buffers.record_acceptance(slots, num_drafts)

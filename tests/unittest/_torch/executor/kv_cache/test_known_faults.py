@@ -165,6 +165,25 @@ def test_counts_go_by_slot_whatever_the_rows_are() -> None:
     manager.shutdown()
 
 
+@pytest.mark.parametrize("as_tensor", [True, False])
+@pytest.mark.parametrize("scheme", ["records", "intermediate"])
+def test_acceptance_may_name_the_slots_of_its_rows(scheme: str, as_tensor: bool) -> None:
+    manager = make_manager(kda_verify_scheme=scheme, decoding_type="MTP")
+    requests = [Request(0), Request(1)]
+    admit(manager, *requests)
+    launch(manager, *requests)
+    slots = [slot_of(manager, req) for req in requests]
+    given = torch.tensor(slots, dtype=torch.int32) if as_tensor else slots
+    manager.update_mamba_states(Metadata(0, [0, 1]), torch.tensor([3, 2]), given)
+    assert manager.prev_num_accepted_tokens is not None
+    # The intermediate scheme is at the accepted draft already.
+    expected = [2, 1] if scheme == "records" else [0, 0]
+    assert manager.prev_num_accepted_tokens[slots].tolist() == expected
+    with pytest.raises(ValueError, match="accepted_leaf_positions"):
+        manager.update_mamba_states(Metadata(0, [0]), torch.tensor([1]), None, torch.tensor([0]))
+    manager.shutdown()
+
+
 def test_the_next_step_may_be_prepared_before_the_last_ones_host_work_ends() -> None:
     """Overlap: acceptance is on the device, prepare of step n + 1 comes before update_resources of step n."""
     manager = make_manager(num_spec=2, kda_token_states=True, decoding_type="MTP")
