@@ -58,6 +58,7 @@ class MachineOptions:
     num_spec: int = 3
     host_tier: bool = True
     check_all_every: int = 20
+    device: str = "cpu"
 
 
 @dataclass(eq=False)
@@ -78,7 +79,7 @@ class Machine:
     def __init__(self, seed: int, options: MachineOptions) -> None:
         self.rng = random.Random(seed)
         self.options = options
-        self.toy = ToyKda(num_layers=2, H=1, K=32)
+        self.toy = ToyKda(num_layers=2, H=1, K=32, device=options.device)
         self.manager = self._make_manager()
         self.live: dict[int, Live] = {}
         self.dummies: dict[int, DummyRequest] = {}
@@ -109,6 +110,7 @@ class Machine:
             config=config,
             kda_verify_scheme=options.scheme,
             decoding_type="NGram" if options.host_acceptance else "MTP",
+            device=options.device,
         )
         # So few slots and pages that requests have to give way to each other, on the host as well.
         slots, pages = options.batch + 1 + 3 * options.reuse, 14
@@ -377,8 +379,14 @@ class Machine:
         for layer, ((state, window), (true_state, true_window)) in enumerate(
             zip(layers, live.literal.layers, strict=True)
         ):
-            assert torch.equal(state, true_state), f"request {request_id}, layer {layer}: another state"
+            assert self._equal(state, true_state), f"request {request_id}, layer {layer}: another state"
             assert torch.equal(window, true_window), f"request {request_id}, layer {layer}: another window"
+
+    def _equal(self, state: torch.Tensor, true_state: torch.Tensor) -> bool:
+        # A GPU's sums depend on how many requests share a launch; a state of another request is off by O(1).
+        if self.options.device == "cuda":
+            return torch.allclose(state, true_state, rtol=1e-4, atol=1e-4)
+        return torch.equal(state, true_state)
 
     def close(self) -> None:
         """Everything returns after the last request."""

@@ -25,3 +25,9 @@ def test_manager_equals_literal_requests(seed: int) -> None:
 
 def test_ten_thousand_steps_are_run() -> None:
     assert len(VARIANTS) * STEPS_PER_RUN == 10_000
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("seed", range(len(SCHEMES)))
+def test_manager_equals_literal_requests_on_a_gpu(seed: int) -> None:
+    run(seed, 150, MachineOptions(scheme=SCHEMES[seed], host_acceptance=seed % 2 == 0, device="cuda"))
