@@ -118,6 +118,15 @@ def test_compiler_at_load_is_found() -> None:
     assert arrows.find_heavy_imports(plant(kernel, lazy)) == []
 
 
+def test_driver_at_load_is_left_to_the_cuda_pools() -> None:
+    core = "runtime.kv_cache_manager_v2"
+    driver = "from cuda.bindings import driver"
+    eager = (f"{core}.pools", "from .cuda_pools import CudaPool")
+    assert len(arrows.find_heavy_imports(plant((f"{core}.pools", driver)))) == 1
+    assert arrows.find_heavy_imports(plant((f"{core}.cuda_pools", driver))) == []
+    assert len(arrows.find_heavy_imports(plant((f"{core}.cuda_pools", driver), eager))) == 1
+
+
 @pytest.mark.parametrize(
     "text", ["import os\nos.environ['A']", "import os\nos.getenv('A')", "from os import environ"]
 )
