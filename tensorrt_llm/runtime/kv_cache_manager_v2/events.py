@@ -82,11 +82,16 @@ class KVCacheEventManager:
         self._next_id = 0
         self.num_lost = 0
 
-    def start(self, num_slots: Sequence[Sequence[int]], window_sizes: Sequence[int | None]) -> None:
-        """Called by the manager that reports here, once. `window_sizes`: per layer group."""
-        if self._next_id:
+    def bind(self, window_sizes: Sequence[int | None]) -> None:
+        """Called by the manager that reports here, once, before it allocates. `window_sizes`: per layer
+        group.
+        """
+        if self._window_sizes:
             raise MisuseError("this event manager serves another cache manager already; give each its own")
         self._window_sizes = tuple(window_sizes)
+
+    def start(self, num_slots: Sequence[Sequence[int]]) -> None:
+        """Report that the manager exists with `num_slots[level][pool_group]`."""
         self._append(CreatedEvent(num_slots=tuple(tuple(level) for level in num_slots)), None)
 
     def get_latest_events(self) -> list[KVCacheEvent]:

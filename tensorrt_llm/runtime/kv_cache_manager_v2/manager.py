@@ -67,7 +67,13 @@ class KVCacheManager:
         groups = self._layout.pool_groups
         slot_bytes = tuple(groups[group].slot_bytes for group in self._layout.group_of)
         self._stats = StatsCollector(len(self.life_cycles), len(config.cache_tiers), slot_bytes)
-        self._event_manager = event_manager
+        if event_manager is not None:
+            event_manager.bind(
+                [
+                    value.window_size if isinstance(value, AttnLifeCycle) else None
+                    for value in self.life_cycles
+                ]
+            )
         listener = self._stats if event_manager is None else _StatsAndEvents(self._stats, event_manager)
         self.storage = Storage(self._config, self._layout, make_backend(self.device), listener)
         self.tree = ReuseTree(
@@ -85,7 +91,8 @@ class KVCacheManager:
         self._caches: dict[int, _KVCache] = {}
         self._is_open = True
         if event_manager is not None:
-            event_manager.start(self._num_slots_by_level(), self._window_sizes())
+            num_slots = [[store.allocator.num_slots for store in level] for level in self.storage.levels]
+            event_manager.start(num_slots)
 
     # Configuration
 
@@ -414,12 +421,6 @@ class KVCacheManager:
         if not GPU_LEVEL <= level <= self.storage.last_level:
             raise MisuseError(f"level is {level}; this manager has levels 0 to {self.storage.last_level}")
         return level
-
-    def _num_slots_by_level(self) -> list[list[int]]:
-        return [[store.allocator.num_slots for store in level] for level in self.storage.levels]
-
-    def _window_sizes(self) -> list[int | None]:
-        return [value.window_size if isinstance(value, AttnLifeCycle) else None for value in self.life_cycles]
 
     def _require_open(self) -> None:
         if not self._is_open:

@@ -2,6 +2,7 @@
 """Who owns which slot of a pool group: ids 0, 1, 2, ..., handed out low first and recycled."""
 
 from collections import deque
+from collections.abc import Sequence
 
 from ._types import SlotId
 from .errors import LogicError, OutOfPagesError
@@ -12,7 +13,7 @@ class SlotAllocator:
     """Free slots of one pool group at one cache level.
 
     Order of preference: a recycled slot whose last use is done, a slot never used, a recycled slot still in
-    use by a stream (the next user must then wait for `event_of` it).
+    use by a stream (the next user must then wait for `events_of` it).
     """
 
     __slots__ = ("_events", "_is_live", "_num_fresh_used", "_pending", "_ready", "num_slots")
@@ -23,7 +24,7 @@ class SlotAllocator:
         self._is_live = bytearray(num_slots)
         self._ready: deque[SlotId] = deque()
         self._pending: deque[SlotId] = deque()
-        self._events: dict[SlotId, Event] = {}
+        self._events: dict[SlotId, list[Event]] = {}
 
     @property
     def num_free(self) -> int:
@@ -63,20 +64,21 @@ class SlotAllocator:
         return slot
 
     def free(self, slot: SlotId) -> None:
-        """Give `slot` back; set the event of its last use before."""
+        """Give `slot` back; add the events of its last uses before."""
         if not self.is_live(slot):
             raise LogicError(f"slot {slot} of {self.num_slots} is freed but not live")
         self._is_live[slot] = 0
         (self._pending if slot in self._events else self._ready).append(slot)
 
-    def event_of(self, slot: SlotId) -> Event | None:
-        """Return the event of the last use of `slot`, or None when that use is done."""
-        return self._events.get(slot)
+    def events_of(self, slot: SlotId) -> Sequence[Event]:
+        """Return the ends of the last uses of `slot`, at most one per stream that used it lately."""
+        return self._events.get(slot, ())
 
-    def set_event(self, slot: SlotId, event: Event | None) -> None:
-        """Note that the last use of `slot` ends at `event`; None leaves an earlier event standing."""
+    def add_event(self, slot: SlotId, event: Event | None) -> None:
+        """Note that a use of `slot` ends at `event`; None is a use that is done."""
         if event is not None:
-            self._events[slot] = event
+            pending = [earlier for earlier in self._events.get(slot, ()) if not earlier.query()]
+            self._events[slot] = [*pending, event]
 
     def shrink_or_grow(self, num_slots: int) -> None:
         """Change the number of slots. No live slot may lie at or above `num_slots`."""
@@ -88,15 +90,16 @@ class SlotAllocator:
         self._ready = deque(slot for slot in self._ready if slot < num_slots)
         self._pending = deque(slot for slot in self._pending if slot < num_slots)
         self._num_fresh_used = min(self._num_fresh_used, num_slots)
-        self._events = {slot: event for slot, event in self._events.items() if slot < num_slots}
+        self._events = {slot: events for slot, events in self._events.items() if slot < num_slots}
         self._is_live = self._is_live[:num_slots] + bytearray(max(0, num_slots - self.num_slots))
         self.num_slots = num_slots
 
     def synchronize(self, first_slot: SlotId) -> None:
         """Block until every use of slots at or above `first_slot` is done."""
-        for slot, event in self._events.items():
+        for slot, events in self._events.items():
             if slot >= first_slot:
-                event.synchronize()
+                for event in events:
+                    event.synchronize()
 
     def check_integrity(self) -> None:
         """Raise LogicError unless every slot is exactly one of live, recycled or never used."""
@@ -114,8 +117,7 @@ class SlotAllocator:
             self._ready.append(self._pending.popleft())
 
     def _is_done(self, slot: SlotId) -> bool:
-        event = self._events.get(slot)
-        if event is not None and not event.query():
+        if not all(event.query() for event in self._events.get(slot, ())):
             return False
         self._events.pop(slot, None)
         return True

@@ -139,11 +139,19 @@ class Storage:
     def num_obtainable(self, level: CacheLevel, group: PoolGroupIndex) -> int:
         """Return the slots that `reserve` could give: free, droppable, and held ones that have room below."""
         store = self.levels[level][group]
-        queue = store.queue
-        num_movable = 0
-        if queue.num_held:
-            num_movable = min(queue.num_held, self.num_obtainable(CacheLevel(level + 1), group))
-        return store.allocator.num_free + queue.num_droppable + num_movable
+        num_held = store.queue.num_held
+        num_movable = min(num_held, self._room_below(level, group)) if num_held else 0
+        return store.allocator.num_free + store.queue.num_droppable + num_movable
+
+    def _room_below(self, level: CacheLevel, group: PoolGroupIndex) -> int:
+        """Return how many held pages the levels below can take in, passing some on to each other."""
+        room = 0
+        for groups in self.levels[level + 1 :]:
+            store = groups[group]
+            if not store.allocator.num_slots:
+                break
+            room += store.allocator.num_free + store.queue.num_droppable
+        return room
 
     def reserve(self, level: CacheLevel, needed: Sequence[int], stream: StreamHandle) -> list[list[SlotId]]:
         """Take `needed[group]` slots per pool group, evicting what must go. All or nothing.
@@ -185,7 +193,7 @@ class Storage:
         if self.streams.is_async:
             allocator = self.levels[level][group].allocator
             for slot in slots:
-                self.streams.wait(stream, allocator.event_of(slot))
+                self._wait_for_slot(allocator, slot, stream)
 
     def new_pages(self, counts: Sequence[int], stream: StreamHandle) -> list[list[Page]]:
         """Return `counts[life_cycle]` fresh GPU pages per life cycle. Raises OutOfPagesError, nothing
@@ -268,11 +276,15 @@ class Storage:
         """Make `stream` wait for the last uses of the pages' slots."""
         for page in pages:
             allocator = self.group(page.life_cycle, page.level).allocator
-            self.streams.wait(stream, allocator.event_of(page.slot))
+            self._wait_for_slot(allocator, page.slot, stream)
+
+    def _wait_for_slot(self, allocator: SlotAllocator, slot: SlotId, stream: StreamHandle) -> None:
+        for event in allocator.events_of(slot):
+            self.streams.wait(stream, event)
 
     def mark_used(self, page: Page, event: Event | None) -> None:
         """Note that the last use of the page's slot ends at `event`."""
-        self.group(page.life_cycle, page.level).allocator.set_event(page.slot, event)
+        self.group(page.life_cycle, page.level).allocator.add_event(page.slot, event)
 
     def offer(self, page: Page) -> None:
         """Queue a page that has just been linked to the reuse tree and that no cache holds."""
@@ -330,12 +342,12 @@ class Storage:
         self, life_cycle: LifeCycleId, level: CacheLevel, slot: SlotId, source: Page, stream: StreamHandle
     ) -> None:
         to, origin = self.group(life_cycle, level), self.group(source.life_cycle, source.level)
-        self.streams.wait(stream, origin.allocator.event_of(source.slot))
+        self._wait_for_slot(origin.allocator, source.slot, stream)
         for dst, src in zip(to.pools, origin.pools, strict=True):
             self.backend.copy_slot(dst, slot, src, source.slot, stream)
         event = self.streams.record(stream)
-        to.allocator.set_event(slot, event)
-        origin.allocator.set_event(source.slot, event)
+        to.allocator.add_event(slot, event)
+        origin.allocator.add_event(source.slot, event)
 
     # Eviction
 
