@@ -183,7 +183,7 @@ class CacheStorage:
 
     def _await_cache_stream(self) -> None:
         """Let the current stream's work come after the copies that resumes have put on the caches' stream."""
-        if self._stream is not None:
+        if self._stream is not None and torch.cuda.current_stream() != self._stream:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     @contextmanager
@@ -192,7 +192,7 @@ class CacheStorage:
 
         The storage orders the copies and moves of pages against that stream.
         """
-        if self._stream is None:
+        if self._stream is None or torch.cuda.current_stream() == self._stream:
             yield
             return
         current = torch.cuda.current_stream()

@@ -40,6 +40,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.transfer import
     section_copies,
 )
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options import (
+    COUNT_DTYPE,
     check_replay_arguments,
     explain_keyword,
     plan_verify,
@@ -197,7 +198,8 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
                 req for req in batch.generation_requests if req.py_request_id in known and not req.is_dummy
             ]
             ids = [req.py_request_id for req in live]
-            num_drafts = index_tensor([req.py_num_accepted_draft_tokens for req in live], self.device)
+            counts = [req.py_num_accepted_draft_tokens for req in live]
+            num_drafts = index_tensor(counts, self.device, COUNT_DTYPE)
             self._map.store_acceptance(ids, [known[request_id] for request_id in ids], num_drafts)
         super().update_resources(batch, attn_metadata, kv_cache_dtype_byte_size)
 
@@ -274,7 +276,7 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
     def _zero_slots(self, slots: Sequence[int]) -> None:
         index = index_tensor(slots, self.device)
         for pool in (*self._temporal, *self._conv):
-            pool[index] = 0
+            pool.index_fill_(0, index, 0)
         if self._map.buffers is not None:
             self._map.buffers.seed(slots)
 

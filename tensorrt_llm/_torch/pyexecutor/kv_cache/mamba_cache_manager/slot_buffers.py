@@ -76,6 +76,8 @@ class SlotBuffers:
             spec.name: spec.allocate(len(temporal), num_slots, device) for spec in self._specs
         }
         self.num_accepted = torch.zeros(num_slots, dtype=COUNT_DTYPE, device=device)
+        self._last_slots: list[int] = []
+        self._last_index = index_tensor([], device)
         self._layers = [
             SpeculativeState(
                 conv=conv[layer],
@@ -112,7 +114,7 @@ class SlotBuffers:
     def reset(self, slots: Sequence[int]) -> None:
         """Nothing is pending in these slots any more. Writes the counts alone."""
         if slots:
-            self.num_accepted[self._index(slots)] = 0
+            self.num_accepted.index_fill_(0, self._index(slots), 0)
 
     def seed(self, slots: Sequence[int]) -> None:
         """Start these slots over from the pool: committed windows copied in, draft columns zeroed, nothing
@@ -126,10 +128,10 @@ class SlotBuffers:
         index = self._index(slots)
         for spec in self._specs:
             if spec.reseeded:
-                self.tensors[spec.name][:, index] = 0
+                self.tensors[spec.name].index_fill_(1, index, 0)
         for layer in self._layers:
             layer.commit_conv_window(index, layer.conv)
-        self.num_accepted[index] = 0
+        self.num_accepted.index_fill_(0, index, 0)
 
     def commit(self, slots: Sequence[int]) -> None:
         """Apply the pending drafts of these slots to the pool's state and window; then nothing is pending.
@@ -140,7 +142,7 @@ class SlotBuffers:
         counts: list[int] = self.num_accepted[index].clamp(0, self.geometry.num_spec).tolist()
         for layer in self._layers:
             self.scheme.commit(_as_cache(layer), slots, counts)
-        self.num_accepted[index] = 0
+        self.num_accepted.index_fill_(0, index, 0)
 
     def record_acceptance(self, slots: Sequence[int] | Tensor, num_drafts: Tensor) -> None:
         """Store how many drafts of the round were accepted (int [n], clamped to [0, M]) in each of n slots.
@@ -153,10 +155,14 @@ class SlotBuffers:
         self.num_accepted[index] = counts
         on_host, slots_on_host = _LateHostCopy(counts), _LateHostCopy(index)
         if all([self.scheme.promote(_as_cache(layer), slots_on_host, on_host) for layer in self._layers]):
-            self.num_accepted[index] = 0
+            self.num_accepted.index_fill_(0, index, 0)
 
     def _index(self, slots: Sequence[int]) -> Tensor:
-        return index_tensor(slots, self.num_accepted.device)
+        # A batch that goes on generating has the same slots step after step: its index stays on the device.
+        if list(slots) != self._last_slots:
+            self._last_slots = list(slots)
+            self._last_index = index_tensor(slots, self.num_accepted.device)
+        return self._last_index
 
 
 def _as_cache(layer: SpeculativeState) -> KdaLayerCache:
