@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast, get_args
 
+from tensorrt_llm._torch.pyexecutor.capacity_policy import CapacitySchedulerPolicy
 from tensorrt_llm._torch.pyexecutor.kv_cache.config import KvCacheSettings
 from tensorrt_llm._torch.speculative.interface import SpeculationSpec
 
@@ -32,6 +33,7 @@ class ExecutorConfig:
     max_num_tokens: int = 8192
     max_seq_len: int | None = None
     enable_chunked_prefill: bool = False
+    capacity_scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
     kv_cache_config: KvCacheSettings = field(default_factory=KvCacheSettings)
     enable_block_reuse: bool | None = None
     speculation: SpeculationSpec | None = None

@@ -194,8 +194,8 @@ class Finish:
 
 
 class LlmRequestState(Enum):
-    """QUEUED -> CONTEXT_INIT (admitted, prompt being read) -> GENERATION_IN_PROGRESS -> GENERATION_COMPLETE
-    (resources freed).
+    """QUEUED (holds nothing) -> CONTEXT_INIT (admitted, prompt being read) -> GENERATION_IN_PROGRESS ->
+    GENERATION_COMPLETE (resources freed). A request whose cache was given up is QUEUED again.
     """
 
     QUEUED = 0
@@ -208,10 +208,11 @@ class LlmRequestState(Enum):
 class LlmRequest:
     """One open request, in the names the cache managers read.
 
-    Tokens [0, context_current_position) of the prompt are in the cache; a step of the context phase runs
-    the next `context_chunk_size`. In generation all tokens but the last are in the cache; a step runs that
-    last (golden) token and `py_draft_tokens`. After it `py_num_accepted_draft_tokens` of them were kept and
-    `py_rewind_len` rejected.
+    Tokens [0, context_current_position) are in the cache; a step of the context phase, which reads tokens
+    [0, context_len), runs the next `context_chunk_size`. `context_len` is the prompt's length, or more where
+    the cache was given up and output is read again. In generation all tokens but the last are in the cache; a
+    step runs that last (golden) token and `py_draft_tokens`. After it `py_num_accepted_draft_tokens` of them
+    were kept and `py_rewind_len` rejected.
     """
 
     is_dummy: ClassVar[bool] = False
@@ -221,17 +222,19 @@ class LlmRequest:
     request: ExecutorRequest
     py_request_id: int
     prompt_len: int
+    context_len: int
     max_new_tokens: int
     seed: int
     arrival: float
     state: LlmRequestState = LlmRequestState.QUEUED
     context_current_position: int = 0
     context_chunk_size: int = 0
+    context_start: int = 0
     cached_tokens: int = 0
     py_draft_tokens: list[int] = field(default_factory=list)
     py_num_accepted_draft_tokens: int = 0
     py_rewind_len: int = 0
-    reserved_pages: int = 0
+    promised_pages: int = 0
     last_scheduled_iter: int = -1
     decode_iterations: int = 0
     num_draft_tokens: int = 0
@@ -253,6 +256,7 @@ class LlmRequest:
             request=request,
             py_request_id=request.request_id,
             prompt_len=prompt_len,
+            context_len=prompt_len,
             max_new_tokens=min(request.max_tokens, max_seq_len - prompt_len),
             seed=seed if sampling.seed is None else sampling.seed,
             arrival=arrival,
@@ -282,13 +286,13 @@ class LlmRequest:
 
     @property
     def is_first_context_chunk(self) -> bool:
-        """True while no token of the prompt has been computed."""
-        return self.context_current_position == self.cached_tokens
+        """True while no token has been computed since the request has its cache."""
+        return self.context_current_position == self.context_start
 
     @property
     def is_last_context_chunk(self) -> bool:
-        """True when the step's chunk reaches the prompt's end."""
-        return self.context_current_position + self.context_chunk_size >= self.prompt_len
+        """True when the step's chunk is the context's last."""
+        return self.context_current_position + self.context_chunk_size >= self.context_len
 
     @property
     def in_context(self) -> bool:
@@ -300,17 +304,31 @@ class LlmRequest:
         """True from the prompt's end to the output's."""
         return self.state is LlmRequestState.GENERATION_IN_PROGRESS
 
+    @property
+    def holds_cache(self) -> bool:
+        """True while the request has pages and a slot, or has them suspended."""
+        return self.in_context or self.in_generation
+
     def start_context(self, cached_tokens: int) -> None:
         """The request has its cache, in which the prompt's first `cached_tokens` tokens stand already."""
         assert 0 <= cached_tokens < self.prompt_len, f"{cached_tokens} of {self.prompt_len} tokens cached"
         self.state = LlmRequestState.CONTEXT_INIT
-        self.cached_tokens = self.context_current_position = cached_tokens
+        self.context_start = self.context_current_position = cached_tokens
+        if self.first_scheduled is None:
+            self.cached_tokens = cached_tokens
+
+    def restart(self) -> None:
+        """The request's cache was given up: it queues, and will read its tokens, output included, again."""
+        self.state = LlmRequestState.QUEUED
+        self.context_len = self.num_tokens
+        self.context_current_position = self.context_chunk_size = 0
+        self.py_draft_tokens = []
 
     def advance_context(self) -> None:
         """The step's chunk is in the cache: move behind it, into generation if it was the last."""
         self.context_current_position += self.context_chunk_size
         self.context_chunk_size = 0
-        if self.context_current_position >= self.prompt_len:
+        if self.context_current_position >= self.context_len:
             self.state = LlmRequestState.GENERATION_IN_PROGRESS
 
     def append_output(self, token_id: int) -> Finish | None:

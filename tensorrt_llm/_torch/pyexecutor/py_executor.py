@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from tensorrt_llm import logger
+from tensorrt_llm._torch.pyexecutor.capacity_policy import CapacityPolicy
 from tensorrt_llm._torch.pyexecutor.description import ExecutorDescription
 from tensorrt_llm._torch.pyexecutor.emission import Emission, emit
 from tensorrt_llm._torch.pyexecutor.inbox import Inbox, ResponseCallback, Submission
+from tensorrt_llm._torch.pyexecutor.limits import SchedulerLimits
 from tensorrt_llm._torch.pyexecutor.llm_request import (
     ExecutorRequest,
     ExecutorResponse,
@@ -27,12 +29,7 @@ from tensorrt_llm._torch.pyexecutor.llm_request import (
 )
 from tensorrt_llm._torch.pyexecutor.model_engine import CacheViews, StepLogits
 from tensorrt_llm._torch.pyexecutor.sampler import Sampler, mix64
-from tensorrt_llm._torch.pyexecutor.scheduler import (
-    CapacityManager,
-    ScheduledRequests,
-    Scheduler,
-    SchedulerLimits,
-)
+from tensorrt_llm._torch.pyexecutor.scheduler import CapacityManager, ScheduledRequests, Scheduler
 from tensorrt_llm._torch.pyexecutor.stats import EngineSnapshot, KvCacheStats, StatsRecorder, StepSummary
 from tensorrt_llm._torch.speculative.speculator import Speculator
 
@@ -50,10 +47,6 @@ class CacheManager(CapacityManager, CacheViews, Protocol):
 
     def update_resources(self, batch: ScheduledRequests) -> None:
         """Store each generation's accepted drafts and shrink its attention cache by the rejected ones."""
-        ...
-
-    def free_resources(self, req: LlmRequest) -> None:
-        """Take back the request's slot and pages."""
         ...
 
     def get_kv_cache_stats(self) -> KvCacheStats:
@@ -101,6 +94,7 @@ class PyExecutor:
         engine: StepRunner,
         cache: CacheManager,
         limits: SchedulerLimits,
+        capacity_policy: CapacityPolicy,
         description: ExecutorDescription,
         speculator: Speculator,
         options: LoopOptions,
@@ -112,7 +106,7 @@ class PyExecutor:
         self._limits = limits
         self._seed = secrets.randbits(64) if options.random_seed is None else options.random_seed
         self._speculator = speculator
-        self._scheduler = Scheduler(limits, cache)
+        self._scheduler = Scheduler(limits, cache, capacity_policy)
         self._sampler = Sampler()
         self._stats = StatsRecorder(limits, speculator.max_draft_len, options.max_stats_len)
         self._stats.record(
@@ -207,6 +201,7 @@ class PyExecutor:
         else:
             self._give_one_up(summary)
         summary.running = self._scheduler.num_running
+        summary.paused = len(self._scheduler.paused)
         summary.waiting = len(self._scheduler.waiting)
         summary.waiting_prompt_tokens = sum(req.prompt_len for req in self._scheduler.waiting)
         summary.kv_cache = self._cache.get_kv_cache_stats()

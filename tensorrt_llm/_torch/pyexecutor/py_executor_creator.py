@@ -11,6 +11,7 @@ from tensorrt_llm import envs, logger
 from tensorrt_llm._torch.models.auto import load_model
 from tensorrt_llm._torch.models.modeling_kimi import KimiForCausalLM
 from tensorrt_llm._torch.modules.kda.verify_scheme import get_scheme
+from tensorrt_llm._torch.pyexecutor.capacity_policy import create_capacity_policy
 from tensorrt_llm._torch.pyexecutor.config import (
     ExecutorConfig,
     ResolvedVerifyScheme,
@@ -25,9 +26,10 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan, wants_toke
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
 from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import gpu_quota_bytes
 from tensorrt_llm._torch.pyexecutor.kv_cache.traits import EngineStandIn
+from tensorrt_llm._torch.pyexecutor.limits import SchedulerLimits
 from tensorrt_llm._torch.pyexecutor.model_engine import ModelEngine
 from tensorrt_llm._torch.pyexecutor.py_executor import CacheManager, LoopOptions, PyExecutor
-from tensorrt_llm._torch.pyexecutor.scheduler import SchedulerLimits
+from tensorrt_llm._torch.pyexecutor.verify_op import find_missing_kernel, op_runs_on
 from tensorrt_llm._torch.pyexecutor.warmup import full_step_lengths, run_full_step
 from tensorrt_llm._torch.speculative.create import create_drafter
 from tensorrt_llm._torch.speculative.speculator import Speculator
@@ -59,8 +61,7 @@ def resolve_config_scheme(config: ExecutorConfig) -> ResolvedVerifyScheme:
             kda_token_states=token_states,
             speculating=config.speculation is not None,
             enable_block_reuse=config.enable_block_reuse,
-            # The torch form of the verify op takes heads of any size, on any device.
-            op_serves_shape=True,
+            op_serves_shape=op_runs_on(resolve_device(config.device)),
         )
     )
     if resolved.notice is not None:
@@ -94,6 +95,7 @@ def build_py_executor(
 ) -> PyExecutor:
     """The executor of a model already loaded. Sets the model's verify scheme; allocates the cache."""
     spec, traits = config.speculation, model.traits
+    _tell_missing_kernel(config, resolved, model, device)
     config = limit_to_model(config, traits.max_position_embeddings)
     model.set_verify_scheme(None if spec is None else get_scheme(resolved.scheme))
     model.model.kda_token_states = resolved.kda_token_states
@@ -116,6 +118,9 @@ def build_py_executor(
         engine=ModelEngine(model, cache, traits.attention_layers[0], device),
         cache=cache,
         limits=limits,
+        capacity_policy=create_capacity_policy(
+            config.capacity_scheduler_policy, offloads=len(manager.kv_cache_manager_py_config.cache_tiers) > 1
+        ),
         options=LoopOptions(
             random_seed=config.random_seed,
             max_stats_len=config.max_stats_len if config.enable_iter_perf_stats else 0,
@@ -123,6 +128,19 @@ def build_py_executor(
         description=description,
         speculator=Speculator(traits.vocab_size, spec, drafter, envs.force_num_accepted_tokens()),
     )
+
+
+def _tell_missing_kernel(
+    config: ExecutorConfig, resolved: ResolvedVerifyScheme, model: KimiForCausalLM, device: torch.device
+) -> None:
+    spec, kda = config.speculation, model.traits.kda
+    if spec is None or kda is None or not resolved.kda_token_states:
+        return
+    reason = find_missing_kernel(kda, model.dtype, spec.max_draft_len, device)
+    if reason:
+        logger.warning_once(
+            f"no kernel verifies drafts of this model on this GPU, its torch reference does, slowly: {reason}"
+        )
 
 
 def _create_manager(

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who runs in the next step: continuous batching with chunked prefill, bounded by slots, pages and tokens.
 
-A request is admitted when a slot and the pages of its whole life are free, so that every admitted request can
-finish without another one giving anything up; the rest wait in order of arrival. Each step runs every
-generating request (one verify round, charged 1 + K tokens) and as much of the waiting prompts as fits.
+A capacity policy says who is admitted and who gives way when pages run out; the rest wait in order of
+arrival. Each step runs every generating request (one verify round, charged 1 + K tokens) and as much of the
+waiting prompts as fits.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from tensorrt_llm._torch.modules.metadata import PREFILL_ALIGNMENT_TOKENS
+from tensorrt_llm._torch.pyexecutor.capacity_policy import CapacityPolicy, Relief
+from tensorrt_llm._torch.pyexecutor.limits import SchedulerLimits as SchedulerLimits
 from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest, LlmRequestState
 
 
@@ -40,61 +42,21 @@ class CapacityManager(Protocol):
         """Make room for the golden token and the request's drafts."""
         ...
 
+    def revert_allocate_generation(self, req: LlmRequest) -> None:
+        """Give back the room of a round that does not run."""
+        ...
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """What bounds a step and the requests that run at once.
+    def suspend_request(self, req: LlmRequest) -> None:
+        """Let the request's pages and state move."""
+        ...
 
-    `max_pages` are the attention pages that live requests may hold, of `tokens_per_page` tokens each;
-    `tokens_per_gen_step` is 1 + K. Raises ValueError where a step could not run one request of each phase.
-    """
+    def resume_request(self, req: LlmRequest) -> bool:
+        """Make a suspended request usable again."""
+        ...
 
-    max_batch_size: int
-    max_num_tokens: int
-    max_seq_len: int
-    max_pages: int
-    tokens_per_page: int
-    tokens_per_gen_step: int = 1
-    enable_chunked_prefill: bool = True
-
-    def __post_init__(self) -> None:
-        if self.max_batch_size < 1:
-            raise ValueError(f"max_batch_size is {self.max_batch_size}; it must be >= 1")
-        least = PREFILL_ALIGNMENT_TOKENS + self.tokens_per_gen_step
-        if self.max_num_tokens < least:
-            raise ValueError(
-                f"max_num_tokens is {self.max_num_tokens}; it must be >= {least}: one prefill chunk of "
-                f"{PREFILL_ALIGNMENT_TOKENS} tokens and one verify round of {self.tokens_per_gen_step}"
-            )
-
-    def pages_of(self, num_tokens: int) -> int:
-        """Pages that hold this many tokens."""
-        return -(-num_tokens // self.tokens_per_page)
-
-    def pages_for_life(self, req: LlmRequest) -> int:
-        """Pages at the request's longest: all its tokens but the last one, which is never computed."""
-        return self.pages_of(req.prompt_len + req.max_new_tokens - 1)
-
-    def check_can_run(self, prompt_len: int, max_tokens: int) -> None:
-        """Raise ValueError, naming the limit, for a request that could not run on an idle executor."""
-        if prompt_len + 1 > self.max_seq_len:
-            raise ValueError(
-                f"the prompt has {prompt_len} tokens; with max_seq_len={self.max_seq_len} for prompt and "
-                f"output it may have {self.max_seq_len - 1}"
-            )
-        if not self.enable_chunked_prefill and prompt_len > self.max_num_tokens:
-            raise ValueError(
-                f"the prompt has {prompt_len} tokens; without enable_chunked_prefill it may have "
-                f"max_num_tokens={self.max_num_tokens}"
-            )
-        new_tokens = min(max_tokens, self.max_seq_len - prompt_len)
-        pages = self.pages_of(prompt_len + new_tokens - 1)
-        if pages > self.max_pages:
-            raise ValueError(
-                f"prompt ({prompt_len} tokens) and max_tokens ({new_tokens}) need {pages} cache pages of "
-                f"{self.tokens_per_page} tokens; there are {self.max_pages}: shorten them or give the cache "
-                "more memory"
-            )
+    def free_resources(self, req: LlmRequest) -> None:
+        """Take back the request's slot and pages."""
+        ...
 
 
 class ContextStep(NamedTuple):
@@ -133,8 +95,16 @@ def plan_step(
 
 def smallest_chunk(req: LlmRequest, limits: SchedulerLimits) -> int:
     """Tokens without which a step cannot advance this prompt: the rest of it, or one aligned chunk."""
-    rest = req.prompt_len - req.context_current_position
-    return min(rest, PREFILL_ALIGNMENT_TOKENS) if limits.enable_chunked_prefill else rest
+    rest = req.context_len - req.context_current_position
+    return min(rest, PREFILL_ALIGNMENT_TOKENS) if may_split(req, limits) else rest
+
+
+def may_split(req: LlmRequest, limits: SchedulerLimits) -> bool:
+    """Whether a prompt may be read in parts.
+
+    One that is read again with its output may be longer than a step, though prompts must not be.
+    """
+    return limits.enable_chunked_prefill or req.context_len > limits.max_num_tokens
 
 
 def plan_chunks(
@@ -147,11 +117,11 @@ def plan_chunks(
     """
     steps = []
     for req in contexts:
-        rest = req.prompt_len - req.context_current_position
+        rest = req.context_len - req.context_current_position
         chunk = rest
         if rest > budget_tokens:
             aligned = budget_tokens // PREFILL_ALIGNMENT_TOKENS * PREFILL_ALIGNMENT_TOKENS
-            chunk = aligned if limits.enable_chunked_prefill else 0
+            chunk = aligned if may_split(req, limits) else 0
         if chunk <= 0:
             break
         steps.append(ContextStep(req, chunk))
@@ -175,26 +145,44 @@ class ScheduledRequests:
     def all_requests(self) -> list[LlmRequest]:
         return [*self.context_requests, *self.generation_requests]
 
+    def keep(self, ids: Container[int]) -> None:
+        """Drop the requests that are not among these."""
+        self.context_requests = [req for req in self.context_requests if req.py_request_id in ids]
+        self.generation_requests = [req for req in self.generation_requests if req.py_request_id in ids]
+
 
 class Scheduler:
-    """The queue of waiting requests and the running ones, and the pages promised to them."""
+    """The queue of waiting requests, the running and the paused ones, and the pages promised to them.
 
-    def __init__(self, limits: SchedulerLimits, manager: CapacityManager) -> None:
+    `capacity_policy` says what its module's head explains: running requests are older than paused ones, and
+    these than waiting ones.
+    """
+
+    def __init__(
+        self, limits: SchedulerLimits, manager: CapacityManager, capacity_policy: CapacityPolicy
+    ) -> None:
         self.limits = limits
         self._manager = manager
+        self._policy = capacity_policy
         self._waiting: deque[LlmRequest] = deque()
         self._running: dict[int, LlmRequest] = {}
-        self.reserved_pages = 0
+        self._paused: list[LlmRequest] = []
+        self.promised_pages = 0
 
     @property
     def waiting(self) -> Sequence[LlmRequest]:
-        """Requests without resources, in order of arrival."""
+        """Requests that have not been admitted, in order of arrival."""
         return self._waiting
 
     @property
-    def running(self) -> Iterable[LlmRequest]:
+    def running(self) -> Collection[LlmRequest]:
         """Requests that hold a slot, in order of admission."""
         return self._running.values()
+
+    @property
+    def paused(self) -> Sequence[LlmRequest]:
+        """Requests that gave way and are to resume, the youngest first."""
+        return self._paused
 
     @property
     def num_running(self) -> int:
@@ -202,40 +190,80 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._waiting or self._paused)
 
     def find(self, request_id: int) -> LlmRequest | None:
         """The open request of this id."""
         if request_id in self._running:
             return self._running[request_id]
-        return next((req for req in self._waiting if req.py_request_id == request_id), None)
+        others = (*self._paused, *self._waiting)
+        return next((req for req in others if req.py_request_id == request_id), None)
 
     def enqueue(self, req: LlmRequest) -> None:
         """Let a request wait its turn."""
         self._waiting.append(req)
 
     def admit(self) -> int:
-        """Give resources to waiting requests, in order, while slots and pages last; return how many got
-        them.
+        """Let paused requests go on, then give resources to waiting ones, in order, while slots and pages
+        last; return how many of the latter got them.
         """
-        admitted = 0
-        while self._waiting and len(self._running) < self.limits.max_batch_size:
+        if self._paused and not self._resume_all():
+            return 0
+        admitted, limits = 0, self.limits
+        while self._waiting and len(self._running) < limits.max_batch_size:
             req = self._waiting[0]
-            pages = self.limits.pages_for_life(req)
-            if self.reserved_pages + pages > self.limits.max_pages or not self._manager.prepare_context(req):
+            may_start = self._policy.may_admit(req, self.running, self.promised_pages, limits)
+            if not may_start or not self._start(req):
                 break
             self._waiting.popleft()
             self._running[req.py_request_id] = req
-            req.reserved_pages = pages
-            self.reserved_pages += pages
-            req.start_context(self._manager.num_reused_tokens(req.py_request_id))
+            req.promised_pages = self._policy.promised_pages(req, limits)
+            self.promised_pages += req.promised_pages
             admitted += 1
         return admitted
+
+    def _start(self, req: LlmRequest) -> bool:
+        if not self._manager.prepare_context(req):
+            return False
+        req.start_context(self._manager.num_reused_tokens(req.py_request_id))
+        return True
+
+    def _resume_all(self) -> bool:
+        """Let paused requests go on, the oldest first; True when none is left."""
+        while self._paused:
+            req = self._paused[-1]
+            if not self._policy.may_resume(req, self.running, self._paused, self.limits):
+                return False
+            # Those that run are older: nobody gives way for a younger one.
+            if not self._reenter(req) and (self._running or not self._make_room(req, self._reenter)):
+                return False
+            self._paused.pop()
+            self._running[req.py_request_id] = req
+        return True
+
+    def _reenter(self, req: LlmRequest) -> bool:
+        return self._manager.resume_request(req) if req.holds_cache else self._start(req)
 
     def schedule(self, iteration: int) -> ScheduledRequests:
         """Choose the step's requests and allocate what they need in it; empty if nothing could get
         capacity.
         """
+        while True:
+            num_paused = len(self._paused)
+            batch = self._place_step()
+            if len(self._paused) == num_paused:
+                break
+            batch.keep(self._running)
+            if batch.batch_size:
+                break
+        for req in batch.context_requests:
+            req.last_scheduled_iter = iteration
+        for req in batch.generation_requests:
+            req.last_scheduled_iter = iteration
+        return batch
+
+    def _place_step(self) -> ScheduledRequests:
+        """One attempt at a step. What is paused on the way may be in it."""
         running = self._running.values()
         contexts = [req for req in running if req.state is LlmRequestState.CONTEXT_INIT]
         generations = [req for req in running if req.state is LlmRequestState.GENERATION_IN_PROGRESS]
@@ -246,24 +274,64 @@ class Scheduler:
         if plan.held_back and not batch.context_requests:
             # The prompts that they made room for cannot run.
             plan = plan_step((), generations, self.limits)
-        batch.generation_requests = [
-            req for req in plan.generations if self._manager.try_allocate_generation(req)
-        ]
-        for req in batch.context_requests:
-            req.last_scheduled_iter = iteration
-        for req in batch.generation_requests:
-            req.last_scheduled_iter = iteration
+        batch.generation_requests = self._place_generations(plan.generations)
         return batch
 
+    def _place_generations(self, requests: Iterable[LlmRequest]) -> list[LlmRequest]:
+        allocate = self._manager.try_allocate_generation
+        return [
+            req
+            for req in requests
+            if self._still_runs(req) and (allocate(req) or self._make_room(req, allocate))
+        ]
+
     def _place_context(self, step: ContextStep) -> bool:
+        def allocate(req: LlmRequest) -> bool:
+            return self._allocate_context(req, step.num_tokens)
+
         req = step.request
+        return self._still_runs(req) and (allocate(req) or self._make_room(req, allocate))
+
+    def _allocate_context(self, req: LlmRequest, num_tokens: int) -> bool:
         if not self._manager.prepare_context(req):
             return False
-        num_tokens = self._manager.clip_context_chunk(req, step.num_tokens)
+        num_tokens = self._manager.clip_context_chunk(req, num_tokens)
         if not self._manager.resize_context(req, num_tokens):
             return False
         req.context_chunk_size = num_tokens
         return True
+
+    def _still_runs(self, req: LlmRequest) -> bool:
+        """False for a request of the plan that has given way since."""
+        return not self._paused or req.py_request_id in self._running
+
+    def _make_room(self, needy: LlmRequest, attempt: Callable[[LlmRequest], bool]) -> bool:
+        """`attempt` found no capacity: let others give way until it does; False if `needy` has to, or
+        nobody can.
+        """
+        while True:
+            relief = self._policy.relieve(needy, list(self.running), self._paused)
+            if relief is None:
+                return False
+            self._give_way(relief)
+            if relief.request is needy:
+                return False
+            if attempt(needy):
+                return True
+
+    def _give_way(self, relief: Relief) -> None:
+        req = relief.request
+        if self._running.pop(req.py_request_id, None) is not None:
+            self._paused.append(req)
+        req.context_chunk_size = 0
+        if not relief.keeps_state:
+            self._manager.free_resources(req)
+            req.restart()
+            return
+        if req.in_generation:
+            # It may have been placed in this step.
+            self._manager.revert_allocate_generation(req)
+        self._manager.suspend_request(req)
 
     def find_victim(self) -> LlmRequest | None:
         """The request to give up when a step could run nothing: the last one admitted, else the first one
@@ -271,17 +339,17 @@ class Scheduler:
         """
         if self._running:
             return next(reversed(self._running.values()))
-        return self._waiting[0] if self._waiting else None
+        return next(iter((*self._paused, *self._waiting)), None)
 
     def remove(self, req: LlmRequest) -> bool:
-        """Forget an open request and its promised pages; True when it was running, so that it holds
-        resources.
-        """
-        was_running = self._running.pop(req.py_request_id, None) is not None
-        if was_running:
-            self.reserved_pages -= req.reserved_pages
-            req.reserved_pages = 0
+        """Forget an open request and its promised pages; True when it holds resources."""
+        if self._running.pop(req.py_request_id, None) is not None:
+            self.promised_pages -= req.promised_pages
+            req.promised_pages = 0
+        elif req in self._paused:
+            self._paused.remove(req)
         else:
             self._waiting.remove(req)
+        holds_cache = req.holds_cache
         req.state = LlmRequestState.GENERATION_COMPLETE
-        return was_running
+        return holds_cache

@@ -13,7 +13,8 @@ from typing import Protocol
 
 import torch
 
-from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests, SchedulerLimits
+from tensorrt_llm._torch.pyexecutor.limits import SchedulerLimits
+from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests
 
 
 class KvCacheStats(Protocol):
@@ -39,7 +40,8 @@ class KvCacheStats(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class StepSummary:
-    """One iteration of the loop, filled in as it goes. `running` and `waiting` are requests after it.
+    """One iteration of the loop, filled in as it goes. `running`, `paused` and `waiting` are requests after
+    it; the paused ones have run before and gave way to others.
 
     `prompt_tokens`, and the `cached_tokens` among them, are of prompts that ran for the first time.
     """
@@ -52,6 +54,7 @@ class StepSummary:
     queue_s: float = 0.0
     num_completed: int = 0
     running: int = 0
+    paused: int = 0
     waiting: int = 0
     waiting_prompt_tokens: int = 0
     prompt_tokens: int = 0
@@ -101,6 +104,7 @@ class EngineSnapshot:
 
     num_requests_running: int
     num_requests_waiting: int
+    num_requests_paused: int = 0
     num_requests_completed_total: int
     max_batch_size: int
     max_num_tokens: int
@@ -186,6 +190,7 @@ class StatsRecorder:
             return EngineSnapshot(
                 num_requests_running=last.running,
                 num_requests_waiting=last.waiting + num_submitted,
+                num_requests_paused=last.paused,
                 num_requests_completed_total=self._completed,
                 max_batch_size=self._limits.max_batch_size,
                 max_num_tokens=self._limits.max_num_tokens,
@@ -227,7 +232,7 @@ def _iteration_json(step: StepSummary, limits: SchedulerLimits, max_draft_len: i
         "iterLatencyMS": step.latency_s * 1e3,
         "newActiveRequestsQueueLatencyMS": step.queue_s * 1e3,
         "numNewActiveRequests": step.num_new,
-        "numActiveRequests": step.running,
+        "numActiveRequests": step.running + step.paused,
         "numQueuedRequests": step.waiting,
         "numCompletedRequests": step.num_completed,
         "maxNumActiveRequests": limits.max_batch_size,
@@ -253,7 +258,7 @@ def _inflight_json(step: StepSummary) -> dict[str, object]:
         "numScheduledRequests": step.num_contexts + step.num_generations,
         "numContextRequests": step.num_contexts,
         "numGenRequests": step.num_generations,
-        "numPausedRequests": 0,
+        "numPausedRequests": step.paused,
         "numCtxTokens": step.context_tokens,
         "microBatchId": 0,
         "avgNumDecodedTokensPerIter": (step.accepted_tokens + step.num_generations) / sampled,

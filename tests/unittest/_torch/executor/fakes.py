@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from tensorrt_llm._torch.modules.metadata import PREFILL_ALIGNMENT_TOKENS, ContextChunk, ForwardMetadata
+from tensorrt_llm._torch.pyexecutor.capacity_policy import CapacitySchedulerPolicy, create_capacity_policy
 from tensorrt_llm._torch.pyexecutor.description import ExecutorDescription
+from tensorrt_llm._torch.pyexecutor.limits import SchedulerLimits
 from tensorrt_llm._torch.pyexecutor.llm_request import (
     ExecutorRequest,
     ExecutorResponse,
@@ -22,7 +24,7 @@ from tensorrt_llm._torch.pyexecutor.llm_request import (
 )
 from tensorrt_llm._torch.pyexecutor.model_engine import ModelEngine
 from tensorrt_llm._torch.pyexecutor.py_executor import LoopOptions, PyExecutor
-from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests, SchedulerLimits
+from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests
 from tensorrt_llm._torch.speculative.interface import Drafter, DraftTarget, SpeculationSpec
 from tensorrt_llm._torch.speculative.speculator import Speculator
 
@@ -48,10 +50,29 @@ class FakeKvCacheStats:
     cache_hit_rate: float = 0.0
 
 
-class FakeCache:
-    """Pages and slots with an owner each. `refuse` is asked before capacity is given; True = none now."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCopy:
+    """What a suspended request has on the host."""
 
-    def __init__(self, num_pages: int, num_slots: int, tokens_per_page: int = 8, max_drafts: int = 7) -> None:
+    pages: list[Tensor]
+    state: int
+
+
+class FakeCache:
+    """Pages and slots with an owner each. `refuse` is asked before capacity is given; True = none now.
+
+    A suspended request's pages and state go to the host at once while `num_host_pages` last, else they stay
+    where they are.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        num_slots: int,
+        tokens_per_page: int = 8,
+        max_drafts: int = 7,
+        num_host_pages: int = 0,
+    ) -> None:
         self.tokens_per_page = tokens_per_page
         self.num_pages = num_pages
         self.tokens = torch.full((num_pages, tokens_per_page), _POISON, dtype=torch.int64)
@@ -68,8 +89,14 @@ class FakeCache:
         self._history: dict[int, int] = {}
         self._pending: set[int] = set()
         self._allocated = 0
+        self._free_host_pages = num_host_pages
+        self._num_host_pages = num_host_pages
+        self._suspended: set[int] = set()
+        self._on_host: dict[int, HostCopy] = {}
+        self.num_suspended = self.num_offloaded = self.num_resumed = 0
 
     def prepare_context(self, req: LlmRequest) -> bool:
+        assert req.py_request_id not in self._suspended
         if req.py_request_id in self._slots:
             return True
         if self.refuse(req) or not self._free_slots:
@@ -94,7 +121,51 @@ class FakeCache:
     def try_allocate_generation(self, req: LlmRequest) -> bool:
         return self._grow(req, self._history[req.py_request_id] + 1 + len(req.py_draft_tokens))
 
+    def revert_allocate_generation(self, req: LlmRequest) -> None:
+        self._shrink(req)
+
+    def suspend_request(self, req: LlmRequest) -> None:
+        request_id = req.py_request_id
+        assert request_id not in self._pending, "the round's acceptance has not been stored"
+        assert request_id not in self._suspended, "a request is suspended once"
+        self._suspended.add(request_id)
+        self.num_suspended += 1
+        slot, pages = self._slots[request_id], self._pages[request_id]
+        if req.in_generation:
+            for draft in self.drafts[slot][: max(self.count[slot], 0)]:
+                self.state[slot] = extend_hash(self.state[slot], draft)
+            self.count[slot] = 0
+        if len(pages) > self._free_host_pages:
+            return
+        self.num_offloaded += 1
+        self._free_host_pages -= len(pages)
+        copies = [self.tokens[page].clone() for page in pages]
+        self._on_host[request_id] = HostCopy(pages=copies, state=self.state[slot])
+        self._give_back(request_id)
+
+    def resume_request(self, req: LlmRequest) -> bool:
+        request_id = req.py_request_id
+        assert request_id in self._suspended
+        copy = self._on_host.get(request_id)
+        if self.refuse(req):
+            return False
+        if copy is not None:
+            if len(copy.pages) > len(self._free_pages) or not self._free_slots:
+                return False
+            # The longest free slot and page: not the ones that it had.
+            slot = self._slots[request_id] = self._free_slots.pop(0)
+            self.state[slot], self.count[slot] = copy.state, 0
+            self._pages[request_id] = [self._free_pages.pop(0) for _ in copy.pages]
+            for page, tokens in zip(self._pages[request_id], copy.pages, strict=True):
+                self.tokens[page] = tokens
+            self._free_host_pages += len(copy.pages)
+            del self._on_host[request_id]
+        self._suspended.remove(request_id)
+        self.num_resumed += 1
+        return True
+
     def _grow(self, req: LlmRequest, capacity: int) -> bool:
+        assert req.py_request_id not in self._suspended
         pages = self._pages[req.py_request_id]
         missing = -(-capacity // self.tokens_per_page) - len(pages)
         if self.refuse(req) or missing > len(self._free_pages):
@@ -133,11 +204,22 @@ class FakeCache:
         self._free_pages.append(page)
 
     def free_resources(self, req: LlmRequest) -> None:
-        assert req.py_request_id not in self._pending, "the round's acceptance has not been stored"
-        for page in self._pages.pop(req.py_request_id):
+        request_id = req.py_request_id
+        assert request_id not in self._pending, "the round's acceptance has not been stored"
+        copy = self._on_host.pop(request_id, None)
+        if copy is None:
+            self._give_back(request_id)
+        else:
+            self._free_host_pages += len(copy.pages)
+        self._suspended.discard(request_id)
+        del self._history[request_id]
+
+    def _give_back(self, request_id: int) -> None:
+        for page in self._pages.pop(request_id):
             self._release(page)
-        self._free_slots.append(self._slots.pop(req.py_request_id))
-        del self._history[req.py_request_id]
+        slot = self._slots.pop(request_id)
+        self.state[slot] = self.count[slot] = _POISON
+        self._free_slots.append(slot)
 
     def get_state_indices(self, request_ids: Sequence[int], is_padding: Sequence[bool]) -> list[int]:
         return [self._slots[request_id] for request_id in request_ids]
@@ -169,11 +251,15 @@ class FakeCache:
         owned = [page for pages in self._pages.values() for page in pages]
         assert sorted(owned + self._free_pages) == list(range(self.num_pages))
         assert sorted([*self._slots.values(), *self._free_slots]) == list(range(len(self.state)))
+        on_host = sum(len(copy.pages) for copy in self._on_host.values())
+        assert on_host + self._free_host_pages == self._num_host_pages
 
     def check_empty(self) -> None:
         """Everything has come back."""
         self.check_integrity()
         assert not self._pages and not self._slots and not self._history and not self._pending
+        assert not self._suspended and not self._on_host
+        assert self._free_host_pages == self._num_host_pages
 
     def shutdown(self) -> None:
         self.is_shut_down = True
@@ -372,6 +458,8 @@ def make_rig(
     *,
     num_pages: int = 400,
     num_slots: int = 8,
+    policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+    num_host_pages: int = 0,
     spec: SpeculationSpec | None = None,
     drafter: Drafter | None = None,
     forced_mean: float | None = None,
@@ -379,7 +467,7 @@ def make_rig(
     **limits: int | bool,
 ) -> Rig:
     """An executor on fakes; `limits` change those of `make_limits`."""
-    cache, model = FakeCache(num_pages, num_slots), FakeModel()
+    cache, model = FakeCache(num_pages, num_slots, num_host_pages=num_host_pages), FakeModel()
     width = 1 if spec is None else spec.tokens_per_gen_step
     step_limits = make_limits(cache, **{"tokens_per_gen_step": width, **limits})
     return Rig(
@@ -387,6 +475,7 @@ def make_rig(
             engine=ModelEngine(model, cache, attention_layer=0, device=torch.device("cpu")),
             cache=cache,
             limits=step_limits,
+            capacity_policy=create_capacity_policy(policy, offloads=num_host_pages > 0),
             description=make_description(step_limits),
             speculator=Speculator(VOCAB_SIZE, spec, drafter, forced_mean),
             options=LoopOptions(random_seed=5, max_stats_len=max_stats_len),

@@ -4,10 +4,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorrt_llm._torch.modules.metadata import PREFILL_ALIGNMENT_TOKENS
+from tensorrt_llm._torch.pyexecutor.capacity_policy import GuaranteedNoEvict
+from tensorrt_llm._torch.pyexecutor.limits import SchedulerLimits
 from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest, LlmRequestState
 from tensorrt_llm._torch.pyexecutor.scheduler import (
     Scheduler,
-    SchedulerLimits,
     plan_chunks,
     plan_step,
     smallest_chunk,
@@ -44,7 +45,7 @@ def generation(request_id: int, last_scheduled: int = -1) -> LlmRequest:
 
 def chunks_of(prompt_lens: list[int], budget: int, chunked: bool = True) -> list[int]:
     contexts = [prompt(i, n) for i, n in enumerate(prompt_lens)]
-    return [step.num_tokens for step in plan_chunks(contexts, budget, make_limits_for(65, chunked))]
+    return [step.num_tokens for step in plan_chunks(contexts, budget, make_limits_for(300, chunked))]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,18 @@ def test_chunks(prompt_lens: list[int], budget: int, expected: list[int]) -> Non
 def test_without_chunking_a_prompt_runs_whole_or_not_at_all() -> None:
     assert chunks_of([90, 20], 100, chunked=False) == [90]
     assert chunks_of([101], 100, chunked=False) == []
+
+
+def test_what_is_read_again_may_be_longer_than_a_step() -> None:
+    limits = make_limits_for(100, chunked=False)
+    req = generation(0)
+    req.max_new_tokens = 200
+    for token in range(116):
+        req.append_output(token)
+    req.restart()
+    assert (req.context_len, req.prompt_len, req.num_generated) == (120, 4, 116)
+    assert smallest_chunk(req, limits) == 64
+    assert [step.num_tokens for step in plan_chunks([req], 100, limits)] == [64]
 
 
 @given(
@@ -141,12 +154,12 @@ def waiting_request(request_id: int, prompt_len: int, max_tokens: int) -> LlmReq
 
 def test_admission_is_bound_by_pages_of_a_whole_life_and_by_slots() -> None:
     cache = FakeCache(num_pages=10, num_slots=4)
-    scheduler = Scheduler(make_limits(cache, max_batch_size=3), cache)
+    scheduler = Scheduler(make_limits(cache, max_batch_size=3), cache, GuaranteedNoEvict())
     # 33 tokens, of which 32 are computed: 4 pages of 8.
     for i, (prompt_len, max_tokens) in enumerate([(13, 20), (13, 20), (13, 21), (1, 1), (1, 1)]):
         scheduler.enqueue(waiting_request(i, prompt_len, max_tokens))
     assert scheduler.admit() == 2
-    assert scheduler.reserved_pages == 8
+    assert scheduler.promised_pages == 8
     assert scheduler.admit() == 0, "the third waits for pages, and none overtakes it"
     first = scheduler.find(0)
     assert first is not None
@@ -161,11 +174,11 @@ def test_admission_is_bound_by_pages_of_a_whole_life_and_by_slots() -> None:
 def test_a_manager_without_capacity_keeps_the_queue_in_order() -> None:
     cache = FakeCache(num_pages=10, num_slots=4)
     cache.refuse = lambda req: req.py_request_id == 0
-    scheduler = Scheduler(make_limits(cache), cache)
+    scheduler = Scheduler(make_limits(cache), cache, GuaranteedNoEvict())
     for i in range(2):
         scheduler.enqueue(waiting_request(i, 5, 5))
     assert scheduler.admit() == 0
-    assert scheduler.reserved_pages == 0
+    assert scheduler.promised_pages == 0
     assert [req.py_request_id for req in scheduler.waiting] == [0, 1]
     victim = scheduler.find_victim()
     assert victim is not None and victim.py_request_id == 0
@@ -176,7 +189,7 @@ def test_a_manager_without_capacity_keeps_the_queue_in_order() -> None:
 def test_generations_run_when_the_prompt_they_made_room_for_cannot() -> None:
     cache = FakeCache(num_pages=200, num_slots=4)
     limits = make_limits(cache, max_num_tokens=65, enable_chunked_prefill=False)
-    scheduler = Scheduler(limits, cache)
+    scheduler = Scheduler(limits, cache, GuaranteedNoEvict())
     scheduler.enqueue(waiting_request(0, 5, 50))
     scheduler.admit()
     assert scheduler.schedule(0).batch_size == 1
