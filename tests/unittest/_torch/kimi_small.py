@@ -164,8 +164,11 @@ def context(num_tokens: int, start: int, slot: int, pages: Tensor) -> ForwardMet
     return ForwardMetadata(contexts=(chunk,), groups=(), num_tokens=num_tokens)
 
 
-def round_of(T: int, slots: list[int], starts: list[int], pages: list[Tensor]) -> ForwardMetadata:
-    group = make_group(range(len(slots)), T, 0, torch.tensor(slots, dtype=torch.int32), starts, pages)
+def round_of(
+    T: int, slots: list[int], starts: list[int], pages: list[Tensor], device: str = "cpu"
+) -> ForwardMetadata:
+    on_device = torch.tensor(slots, dtype=torch.int32, device=device)
+    group = make_group(range(len(slots)), T, 0, on_device, starts, pages)
     return ForwardMetadata(contexts=(), groups=(group,), num_tokens=T * len(slots))
 
 
