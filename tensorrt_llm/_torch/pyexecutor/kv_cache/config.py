@@ -185,3 +185,9 @@ def refuse_unsupported(arguments: Mapping[str, object]) -> None:
     for name, value in arguments.items():
         if value not in (None, False):
             raise ValueError(f"{name} is {value!r}; this package does not support it: leave it out")
+
+
+def check_dtype(name: str, value: object) -> None:
+    """ValueError unless the argument is a floating element type of torch."""
+    if not isinstance(value, torch.dtype) or not value.is_floating_point:
+        raise ValueError(f"{name} is {value!r}; give a floating torch.dtype, such as torch.bfloat16")

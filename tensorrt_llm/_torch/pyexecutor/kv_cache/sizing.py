@@ -18,6 +18,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.config import (
     CacheType,
     KvCacheConfigLike,
     SpecConfigLike,
+    check_dtype,
 )
 from tensorrt_llm.mapping import Mapping
 from tensorrt_llm.runtime.kv_cache_manager_v2 import (
@@ -107,12 +108,17 @@ class LocalLayers:
 
 def _per_layer(name: str, value: int | Sequence[int | None], num_layers: int) -> list[int]:
     if isinstance(value, int):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
         return [value] * num_layers
     if len(value) != num_layers:
         raise ValueError(
             f"{name} has {len(value)} entries for {num_layers} layers; give one per layer, or one number"
         )
-    return [entry or 0 for entry in value]
+    entries = [entry or 0 for entry in value]
+    if min(entries, default=0) < 0:
+        raise ValueError(f"{name} has a negative entry: {entries}")
+    return entries
 
 
 def local_layers(
@@ -136,6 +142,7 @@ def local_layers(
     `max_attention_window` repeats over the layers; a window of max_seq_len or more is no window. Raises
     ValueError where lengths disagree.
     """
+    check_dtype("dtype", dtype)
     total = len(layer_mask) if layer_mask is not None else len(recurrent_mask or ()) or num_layers
     recurrent = list(recurrent_mask) if recurrent_mask is not None else [False] * total
     attention = list(layer_mask) if layer_mask is not None else [not r for r in recurrent]
@@ -151,8 +158,9 @@ def local_layers(
         raise ValueError(
             f"num_layers is {num_layers}, but layer_mask names {sum(attention)} attention layers of {total}"
         )
-    heads = _per_layer("num_kv_heads", num_kv_heads, total)
-    dims = _per_layer("head_dim", head_dim, total)
+    # A model without attention layers has no head width to give.
+    heads = _per_layer("num_kv_heads", num_kv_heads, total) if any(attention) else [0] * total
+    dims = _per_layer("head_dim", head_dim, total) if any(attention) else [0] * total
     split = 1 if mapping.enable_attention_dp else mapping.tp_size
     local = [layer for layer in mapping.pp_layers(total) if attention[layer] or recurrent[layer]]
     windows = max_attention_window or (max_seq_len,)
@@ -192,6 +200,8 @@ class AttentionSizing:
     max_util_for_resume: float
 
     def __post_init__(self) -> None:
+        if not isinstance(self.kv_type, CacheType):
+            raise ValueError(f"kv_cache_type is {self.kv_type!r}; it must be a CacheType")
         if not 0 < self.max_util_for_resume <= 1:
             raise ValueError(
                 f"kv_cache_config.max_util_for_resume is {self.max_util_for_resume}; it must be in (0, 1]"

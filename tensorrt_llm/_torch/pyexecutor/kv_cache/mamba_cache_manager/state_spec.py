@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shape of a recurrent layer's state on one rank: SSM state, convolution window, their bytes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 
 import torch
 
+from tensorrt_llm._torch.pyexecutor.kv_cache.config import check_dtype
 from tensorrt_llm.mapping import Mapping
 
 CONV_STATE_LAYOUTS: tuple[str, ...] = ("x_b_c", "q_k_v")
@@ -96,6 +97,11 @@ def linear_state_spec(
     if conv_state_layout not in CONV_STATE_LAYOUTS:
         choices = ", ".join(map(repr, CONV_STATE_LAYOUTS))
         raise ValueError(f"conv_state_layout is {conv_state_layout!r}; it must be one of {choices}")
+    check_dtype("mamba_cache_dtype", dtypes.conv)
+    check_dtype("mamba_ssm_cache_dtype", dtypes.ssm)
+    for field in fields(shape):
+        if getattr(shape, field.name) < 1:
+            raise ValueError(f"mamba_{field.name} is {getattr(shape, field.name)}; it must be at least 1")
     if shape.d_conv < 2:
         raise ValueError(
             f"mamba_d_conv is {shape.d_conv}; a causal convolution with a window has at least 2 taps"

@@ -87,6 +87,10 @@ def check_replay_arguments(
         raise ValueError(
             f"conv_state_layout is {conv_state_layout!r}; KDA verify rounds need conv_state_layout='q_k_v'"
         )
+    if spec.ssm_dtype is not torch.float32:
+        raise ValueError(
+            f"mamba_ssm_cache_dtype is {spec.ssm_dtype}; KDA verify rounds keep states in torch.float32"
+        )
     if not spec.has_equal_sections or spec.head_dim != spec.d_state:
         raise ValueError(
             f"mamba_head_dim {spec.head_dim} and mamba_d_state {spec.d_state} give sections "

@@ -139,6 +139,9 @@ def make_manager(
     config: KvCacheSettings | None = None,
     device: str = "cpu",
     decoding_type: str = "NGram",
+    conv_dtype: torch.dtype = torch.float32,
+    ssm_dtype: torch.dtype = torch.float32,
+    kv_cache_type: CacheType = CacheType.SELFKONLY,
     cls: type[MambaHybridCacheManagerV2] = MambaHybridCacheManagerV2,
     **keywords: object,
 ) -> MambaHybridCacheManagerV2:
@@ -155,10 +158,10 @@ def make_manager(
         head_dim,
         num_state_layers,
         recurrent,
-        torch.float32,
-        torch.float32,
+        conv_dtype,
+        ssm_dtype,
         config or settings(),
-        CacheType.SELFKONLY,
+        kv_cache_type,
         **{
             "num_layers": num_attention_layers,
             "num_kv_heads": 1,

@@ -707,6 +707,17 @@ def test_moves_and_seeds_are_refused_before_acceptance() -> None:
         ({"kda_verify_scheme": "replay", "kda_token_states": True}, "contradicts"),
         ({"kv_connector_manager": object()}, "kv_connector_manager"),
         ({"max_beam_width": 2}, "max_beam_width is 2"),
+        ({"num_heads": 0}, "mamba_num_heads is 0"),
+        ({"conv_width": 1}, "mamba_d_conv is 1"),
+        ({"ssm_dtype": torch.float16}, "mamba_ssm_cache_dtype is torch.float16"),
+        ({"ssm_dtype": "fp32"}, "mamba_ssm_cache_dtype is 'fp32'"),
+        ({"conv_dtype": torch.int8}, "mamba_cache_dtype is torch.int8"),
+        ({"dtype": "auto"}, "dtype is 'auto'"),
+        ({"kv_cache_type": "SELFKONLY"}, "kv_cache_type is 'SELFKONLY'"),
+        ({"mapping": Mapping(world_size=3, tp_size=3)}, "mamba_num_heads is 2.*3 ranks"),
+        ({"latent_dim": 0}, "head_dim is 0"),
+        ({"num_kv_heads": -1}, "num_kv_heads is -1"),
+        ({"num_layers": 3}, "num_layers is 3"),
     ],
 )
 def test_v2_kda_replay_validates_configuration(changes: dict[str, object], message: str) -> None:

@@ -159,6 +159,26 @@ def test_largest_fitting() -> None:
     assert largest_fitting(lambda n: 5, 5) == UNLIMITED_TOKENS
 
 
+def test_a_model_without_attention_has_states_alone() -> None:
+    traits = Traits(num_layers=2, attention_layers=(), kda_layers=(0, 1), latent_dim=0)
+    plan = CachePlan(
+        traits=traits,
+        mapping=Mapping(),
+        kv_cache_config=settings(),
+        tokens_per_block=4,
+        max_seq_len=64,
+        max_batch_size=2,
+    )
+    sizing = hybrid(plan)
+    assert sizing.bytes_per_token == 0
+    # Two requests and a dummy; no attention page is reserved.
+    assert sizing.minimum_quota() == 3 * sizing.states.pool_bytes_per_slot
+    assert sizing.max_tokens_from_quota(sizing.minimum_quota()) == UNLIMITED_TOKENS
+    manager = create_manager(plan, MambaHybridCacheManagerV2, device="cpu")
+    assert manager.num_attention_pages == 0 and manager.num_state_slots >= 3
+    manager.shutdown()
+
+
 def test_windowed_layers_pay_for_context_and_windows() -> None:
     layers = local_layers(
         num_layers=2,
