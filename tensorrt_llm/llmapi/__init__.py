@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `LLM` API."""
 
+from tensorrt_llm._torch.pyexecutor.capacity_policy import CapacitySchedulerPolicy as CapacitySchedulerPolicy
 from tensorrt_llm.executor import RequestError as RequestError
 from tensorrt_llm.llmapi.kv_cache_config import BlockReuseConfig as BlockReuseConfig
 from tensorrt_llm.llmapi.kv_cache_config import KvCacheConfig as KvCacheConfig
 from tensorrt_llm.llmapi.kv_cache_config import MambaStateConfig as MambaStateConfig
 from tensorrt_llm.llmapi.llm import LLM as LLM
 from tensorrt_llm.llmapi.llm_args import ModelKwargs as ModelKwargs
+from tensorrt_llm.llmapi.llm_args import SchedulerConfig as SchedulerConfig
 from tensorrt_llm.llmapi.llm_args import TorchLlmArgs as TorchLlmArgs
 from tensorrt_llm.llmapi.outputs import CompletionOutput as CompletionOutput
 from tensorrt_llm.llmapi.outputs import Logprob as Logprob
@@ -20,6 +22,7 @@ from tensorrt_llm.sampling_params import SamplingParams as SamplingParams
 __all__ = [
     "LLM",
     "BlockReuseConfig",
+    "CapacitySchedulerPolicy",
     "CompletionOutput",
     "DecodingBaseConfig",
     "KvCacheConfig",
@@ -30,6 +33,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "SchedulerConfig",
     "Tokenizer",
     "TorchLlmArgs",
     "UserProvidedDecodingConfig",

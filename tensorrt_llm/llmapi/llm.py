@@ -23,7 +23,7 @@ from tensorrt_llm.llmapi.inputs import (
     read_prompt,
 )
 from tensorrt_llm.llmapi.kv_cache_config import KvCacheConfig
-from tensorrt_llm.llmapi.llm_args import NOT_OFFERED_ARGS, ModelKwargs, TorchLlmArgs
+from tensorrt_llm.llmapi.llm_args import NOT_OFFERED_ARGS, ModelKwargs, SchedulerConfig, TorchLlmArgs
 from tensorrt_llm.llmapi.outputs import RequestOutput
 from tensorrt_llm.llmapi.speculative_config import DecodingBaseConfig
 from tensorrt_llm.llmapi.strict_model import explain_unknown_keywords, parse
@@ -52,6 +52,7 @@ class LLM:
         max_num_tokens: int = 8192,
         max_seq_len: int | None = None,
         enable_chunked_prefill: bool = False,
+        scheduler_config: SchedulerConfig | dict[str, Any] | None = None,
         kv_cache_config: KvCacheConfig | dict[str, Any] | None = None,
         speculative_config: DecodingBaseConfig | dict[str, Any] | None = None,
         model_kwargs: ModelKwargs | dict[str, Any] | None = None,

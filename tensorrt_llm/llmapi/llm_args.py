@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import yaml
 from pydantic import AfterValidator, ConfigDict, PositiveInt, model_validator
 
+from tensorrt_llm._torch.pyexecutor.capacity_policy import CapacitySchedulerPolicy
 from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
 from tensorrt_llm.llmapi.kv_cache_config import KvCacheConfig
 from tensorrt_llm.llmapi.speculative_config import SpeculativeConfig
@@ -24,7 +25,7 @@ _NOT_OFFERED = """
     moe_tensor_parallel_size num_postprocess_workers orchestrator_type peft_cache_config
     perf_metrics_output_dir pipeline_parallel_size post_processor_hook print_iter_log
     prometheus_metrics_config quant_config reasoning_parser return_perf_metrics revision sampler_type
-    scheduler_config sleep_config stream_interval telemetry_config tokenizer_mode tokenizer_revision
+    sleep_config stream_interval telemetry_config tokenizer_mode tokenizer_revision
     torch_compile_config
 """
 NOT_OFFERED_ARGS = frozenset(_NOT_OFFERED.split())
@@ -32,12 +33,10 @@ NOT_OFFERED_ARGS = frozenset(_NOT_OFFERED.split())
 
 # What the cache managers know and the loop makes no use of. Falsy values say "off" and are fine.
 _IDLE_CACHE_OPTIONS = {
-    "host_cache_size": "requests are not moved to a host tier",
-    "disk_cache_size": "requests are not moved to a disk tier",
-    "disk_cache_path": "requests are not moved to a disk tier",
     "max_attention_window": "the models attend to the whole text",
     "enable_kv_pool_rebalance": "pools keep the sizes they start with",
 }
+_TIER_OPTIONS = ("host_cache_size", "disk_cache_size", "disk_cache_path")
 
 
 def _one_rank(size: int) -> int:
@@ -56,6 +55,21 @@ class ModelKwargs(StrictBaseModel):
 
     kda_token_states: bool | None = None
     kda_verify_scheme: Literal["auto", "records", "replay", "intermediate"] = "auto"
+
+
+class SchedulerConfig(StrictBaseModel):
+    """Who may hold cache pages when requests want more than there are.
+
+    capacity_scheduler_policy: GUARANTEED_NO_EVICT admits a request when the pages of its whole life are free.
+        MAX_UTILIZATION admits by what is needed now; the youngest request gives way when pages run out, into a
+        host or disk tier where there is one.
+    """
+
+    not_offered: ClassVar[frozenset[str]] = frozenset(
+        {"context_chunking_policy", "dynamic_batch_config", "waiting_queue_policy"}
+    )
+
+    capacity_scheduler_policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT
 
 
 class TorchLlmArgs(StrictBaseModel):
@@ -85,6 +99,7 @@ class TorchLlmArgs(StrictBaseModel):
     max_num_tokens: PositiveInt = 8192
     max_seq_len: PositiveInt | None = None
     enable_chunked_prefill: bool = False
+    scheduler_config: SchedulerConfig = SchedulerConfig()
     kv_cache_config: KvCacheConfig = KvCacheConfig()
     speculative_config: SpeculativeConfig | None = None
     model_kwargs: ModelKwargs = ModelKwargs()
@@ -107,6 +122,13 @@ class TorchLlmArgs(StrictBaseModel):
         for name, reason in _IDLE_CACHE_OPTIONS.items():
             if getattr(cache, name):
                 raise ValueError(f"kv_cache_config.{name} is not offered: {reason}; leave it out")
+        suspends = self.scheduler_config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+        tiers = [name for name in _TIER_OPTIONS if getattr(cache, name)]
+        if tiers and not suspends:
+            raise ValueError(
+                f"kv_cache_config.{tiers[0]}: requests move to a lower tier only under "
+                "scheduler_config.capacity_scheduler_policy=MAX_UTILIZATION; set that, or leave the tier out"
+            )
         if cache.use_kv_cache_manager_v2 is False:
             raise ValueError("kv_cache_config.use_kv_cache_manager_v2=False: there is no other manager")
         return self
@@ -128,6 +150,7 @@ class TorchLlmArgs(StrictBaseModel):
             max_num_tokens=self.max_num_tokens,
             max_seq_len=self.max_seq_len,
             enable_chunked_prefill=self.enable_chunked_prefill,
+            capacity_scheduler_policy=self.scheduler_config.capacity_scheduler_policy,
             kv_cache_config=self.kv_cache_config.to_settings(),
             enable_block_reuse=self.kv_cache_config.enable_block_reuse if reuse_was_set else None,
             speculation=None if self.speculative_config is None else self.speculative_config.to_spec(),

@@ -42,6 +42,7 @@ _DURATIONS: tuple[tuple[str, str, tuple[float, ...]], ...] = (
 _GAUGES: tuple[tuple[str, str, Callable[[EngineSnapshot], float]], ...] = (
     ("num_requests_running", "Requests that hold a slot.", lambda s: s.num_requests_running),
     ("num_requests_waiting", "Requests in the queue.", lambda s: s.num_requests_waiting),
+    ("num_paused_requests", "Requests that gave way to others.", lambda s: s.num_requests_paused),
     ("max_num_active_requests", "Requests that may run at once.", lambda s: s.max_batch_size),
     ("max_batch_size_static", "Requests that may run at once.", lambda s: s.max_batch_size),
     ("max_batch_size_runtime", "Requests that may run at once.", lambda s: s.max_batch_size),

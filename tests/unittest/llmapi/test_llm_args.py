@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 
 from tensorrt_llm import LLM, TorchLlmArgs
-from tensorrt_llm.llmapi import KvCacheConfig, NGramDecodingConfig, UserProvidedDecodingConfig
+from tensorrt_llm.llmapi import (
+    CapacitySchedulerPolicy,
+    KvCacheConfig,
+    NGramDecodingConfig,
+    UserProvidedDecodingConfig,
+)
 from tensorrt_llm.llmapi.llm_args import read_yaml
 from tensorrt_llm.llmapi.strict_model import parse
 
@@ -38,9 +43,14 @@ REFUSED = [
         {"kv_cache_config": {"mamba_state_config": {"interval": 3}}},
         r"^kv_cache_config\.mamba_state_config\.interval: .*'periodic_snapshot_interval'",
     ),
+    ({"kv_cache_config": {"host_cache_size": 5}}, r"^kv_cache_config\.host_cache_size: .*MAX_UTILIZATION"),
     (
-        {"kv_cache_config": {"host_cache_size": 5}},
-        r"^kv_cache_config\.host_cache_size is not offered: .*host tier",
+        {"scheduler_config": {"capacity_scheduler_policy": "STATIC"}},
+        r"^scheduler_config\.capacity_scheduler_pol",
+    ),
+    (
+        {"scheduler_config": {"waiting_queue_policy": 1}},
+        r"^scheduler_config\.waiting_queue_policy: .*not offered",
     ),
     (
         {"kv_cache_config": {"max_attention_window": [9]}},
@@ -130,8 +140,13 @@ def test_executor_config_takes_everything_over() -> None:
             "max_num_tokens": 100,
             "max_seq_len": 50,
             "enable_chunked_prefill": True,
+            "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
             "speculative_config": {**NGRAM, "max_matching_ngram_size": 5},
-            "kv_cache_config": {"max_tokens": 7, "block_reuse_config": {"policy": "per_request"}},
+            "kv_cache_config": {
+                "max_tokens": 7,
+                "host_cache_size": 9,
+                "block_reuse_config": {"policy": "per_request"},
+            },
             "model_kwargs": {"kda_token_states": True},
             "max_stats_len": 5,
             "enable_iter_perf_stats": False,
@@ -141,6 +156,8 @@ def test_executor_config_takes_everything_over() -> None:
     assert (config.model, config.device, config.dtype) == ("folder", "cpu", "float32")
     assert (config.max_batch_size, config.max_num_tokens, config.max_seq_len) == (3, 100, 50)
     assert config.enable_chunked_prefill and not config.enable_iter_perf_stats and config.max_stats_len == 5
+    assert config.capacity_scheduler_policy is CapacitySchedulerPolicy.MAX_UTILIZATION
+    assert config.kv_cache_config.host_cache_size == 9
     assert config.speculation is not None
     assert (config.speculation.max_draft_len, config.speculation.max_matching_ngram_size) == (3, 5)
     assert config.kv_cache_config.max_tokens == 7

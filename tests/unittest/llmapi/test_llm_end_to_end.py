@@ -63,6 +63,17 @@ def test_drafts_change_nothing_but_the_number_of_steps(
             assert choice.logprobs == known.logprobs
 
 
+def test_a_tokenizer_of_one_s_own_and_none(checkpoint: Path, plain: LLM) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    known = plain.generate("def x", params)
+    for tokenizer in (checkpoint / "tokenizer.json", str(checkpoint), plain.tokenizer):
+        with LLM(checkpoint, tokenizer, **LIMITS) as llm:
+            assert llm.generate("def x", params).outputs[0].text == known.outputs[0].text
+    with LLM(checkpoint, skip_tokenizer_init=True, **LIMITS) as llm:
+        choice = llm.generate(known.prompt_token_ids, params).outputs[0]
+        assert (choice.token_ids, choice.text) == (known.outputs[0].token_ids, "")
+
+
 def test_records_are_kept_when_asked_and_described(checkpoint: Path) -> None:
     with LLM(checkpoint, speculative_config=NGRAM, model_kwargs={"kda_token_states": True}, **LIMITS) as llm:
         assert llm.description.verify_scheme == "records" and llm.description.records_bytes > 0

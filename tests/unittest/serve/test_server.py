@@ -70,6 +70,7 @@ def test_gauges_and_totals_come_from_the_snapshot(serving: ServeCall) -> None:
     expected = {
         "num_requests_running": 0,
         "num_requests_waiting": snapshot.num_requests_waiting,
+        "num_paused_requests": snapshot.num_requests_paused,
         "max_num_active_requests": snapshot.max_batch_size,
         "max_num_tokens_runtime": snapshot.max_num_tokens,
         "kv_cache_max_blocks": snapshot.max_pages,

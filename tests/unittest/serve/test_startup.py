@@ -5,6 +5,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from tensorrt_llm.serve import startup
 from tensorrt_llm.serve.startup import bind, start_up_line, url_of
 from tests.unittest.executor_api.fake_engine import fake_description
 from tests.unittest.serve.running_server import serve
@@ -46,6 +47,15 @@ def test_start_up_line_names_url_model_split_and_scheme() -> None:
     ):
         assert part in line
     assert ("3.0 MiB of draft records" in line) and ("2.5 MiB of other side buffers" in line)
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_garbage_collection_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, switch: str) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(startup.gc, "disable", lambda: calls.append("disabled"))
+    monkeypatch.setenv("TRTLLM_SERVER_DISABLE_GC", switch)
+    with serve({}, {}):
+        assert calls == ["disabled"] * int(switch)
 
 
 def test_a_server_can_be_restarted_at_once_on_its_port() -> None:
