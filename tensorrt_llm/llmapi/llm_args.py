@@ -61,7 +61,7 @@ class SchedulerConfig(StrictBaseModel):
     """Who may hold cache pages when requests want more than there are.
 
     capacity_scheduler_policy: GUARANTEED_NO_EVICT admits a request when the pages of its whole life are free.
-        MAX_UTILIZATION admits by what is needed now; the youngest request gives way when pages run out, into a
+        MAX_UTILIZATION admits by what is needed now; the youngest request gives way when pages run out, to a
         host or disk tier where there is one.
     """
 
