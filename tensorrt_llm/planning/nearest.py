@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """For a configuration that does not work, the nearest one that does."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tensorrt_llm.planning.models import PlannedModel
@@ -12,11 +12,12 @@ _QUOTA_STEP_BYTES = 1 << 20
 _MEMORY_STEP_BYTES = 10**8
 _MOST_STEPS = 1 << 30
 _MOST_RANKS_AWAY = 16
+_WITHOUT_REUSE = "no --block-reuse"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One changed option, and the request with it."""
+    """What to change, in options, and the request with it."""
 
     text: str
     request: PlanRequest
@@ -101,9 +102,7 @@ class _Search:
 
     def without_reuse(self) -> Change | None:
         request = replace(self.request, block_reuse=False)
-        if not self.request.block_reuse or not self.works(request):
-            return None
-        return Change(text="the same without --block-reuse", request=request)
+        return Change(text=_WITHOUT_REUSE, request=request) if self.works(request) else None
 
     def other_split(self) -> Change | None:
         """Another number of ranks, the one with the smallest difference."""
@@ -122,25 +121,27 @@ class _Search:
 def find_nearest(model: PlannedModel, schemes: Sequence[str], request: PlanRequest) -> Change | None:
     """The first that works of: a smaller batch, a shorter sequence, more memory, no block reuse, other ranks.
 
-    `request` does not work under one of `schemes`; the change makes it work under all of them. None where no
-    single change does.
+    `request` does not work under one of `schemes`; the change makes it work under all of them. Where block
+    reuse is not all that stands in the way, one of the others comes with it. None where nothing helps.
     """
     search = _Search(model=model, schemes=schemes, request=request)
-    return next(_found(search), None)
+    change = _first(search.smaller_batch, search.shorter_sequence, search.more_memory)
+    if change is not None:
+        return change
+    if not request.block_reuse:
+        return search.other_split()
+    return search.without_reuse() or _with_second_change(model, schemes, request)
 
 
-def _found(search: _Search) -> Iterator[Change]:
-    attempts: tuple[Callable[[], Change | None], ...] = (
-        search.smaller_batch,
-        search.shorter_sequence,
-        search.more_memory,
-        search.without_reuse,
-        search.other_split,
-    )
-    for attempt in attempts:
-        change = attempt()
-        if change is not None:
-            yield change
+def _first(*attempts: Callable[[], Change | None]) -> Change | None:
+    return next((change for change in (attempt() for attempt in attempts) if change is not None), None)
+
+
+def _with_second_change(model: PlannedModel, schemes: Sequence[str], request: PlanRequest) -> Change | None:
+    second = find_nearest(model, schemes, replace(request, block_reuse=False))
+    if second is None:
+        return None
+    return Change(text=f"{_WITHOUT_REUSE} and {second.text}", request=second.request)
 
 
 def _last_working(works: int, fails: int, is_working: Callable[[int], bool]) -> int:

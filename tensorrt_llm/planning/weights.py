@@ -7,14 +7,14 @@ the tensor ranks. On every rank in full: norms, residual sites, the router, low-
 that no head owns. Pipeline stages hold their own layers; the first also the embedding, the last the head.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from torch import Tensor
 
 from tensorrt_llm._torch.models.config import KimiTextConfig
-from tensorrt_llm._torch.models.modeling_kimi import KimiForCausalLM
 from tensorrt_llm._torch.modules.moe import LatentMoE
 from tensorrt_llm.mapping import Mapping
 from tensorrt_llm.planning.models import GroupQuantization, PlannedModel, skeleton
@@ -53,18 +53,37 @@ def _bytes_on(
     config: KimiTextConfig, quantization: GroupQuantization | None, mapping: Mapping
 ) -> tuple[int, int]:
     """Bytes of routed experts, and all others."""
-    model = skeleton(_of_rank(config, mapping))
+    tensors = _tensors_of(_of_rank(config, mapping), quantization, mapping.moe_ep_size)
+    layers = mapping.pp_layers(config.num_layers)
+    here = [tensor for tensor in tensors if _is_on(tensor.name, layers, mapping)]
+    routed = sum(tensor.nbytes for tensor in here if tensor.is_routed)
+    return routed, sum(tensor.nbytes for tensor in here) - routed
+
+
+class _Tensor(NamedTuple):
+    """A parameter or saved buffer of a rank; `is_routed`: it is of routed experts."""
+
+    name: str
+    nbytes: int
+    is_routed: bool
+
+
+@cache
+def _tensors_of(
+    config: KimiTextConfig, quantization: GroupQuantization | None, ep_size: int
+) -> tuple[_Tensor, ...]:
+    """The tensors of a configuration in a rank's sizes."""
+    model = skeleton(config)
     moes = [name for name, module in model.named_modules() if isinstance(module, LatentMoE)]
     experts = {f"{name}.{part}" for name in moes for part in ("gate_up", "down")}
+    # The router scores all experts, the rank's skeleton has only its own.
     routers = {f"{name}.{part}" for name in moes for part in ("router", "selection_bias")}
-    routed = other = 0
-    for name, tensor in _tensors_on(model, mapping):
-        if name in experts:
-            routed += _expert_bytes(tensor, quantization)
-        else:
-            # The router scores all experts, the rank's skeleton has only its own.
-            other += tensor.nbytes * (mapping.moe_ep_size if name in routers else 1)
-    return routed, other
+    return tuple(
+        _Tensor(name, _expert_bytes(tensor, quantization), True)
+        if name in experts
+        else _Tensor(name, tensor.nbytes * (ep_size if name in routers else 1), False)
+        for name, tensor in model.state_dict().items()
+    )
 
 
 def _expert_bytes(tensor: Tensor, quantization: GroupQuantization | None) -> int:
@@ -73,18 +92,11 @@ def _expert_bytes(tensor: Tensor, quantization: GroupQuantization | None) -> int
     return tensor.nbytes if quantization is None else experts * quantization.matrix_bytes(rows, columns)
 
 
-def _tensors_on(model: KimiForCausalLM, mapping: Mapping) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and saved buffers of the rank's pipeline stage, by name."""
-    layers = mapping.pp_layers(model.config.num_layers)
-    for name, tensor in model.state_dict().items():
-        if name.startswith("model.layers."):
-            is_here = int(name.split(".")[2]) in layers
-        elif name == "model.embed_tokens":
-            is_here = mapping.is_first_pp_rank()
-        else:
-            is_here = mapping.is_last_pp_rank()
-        if is_here:
-            yield name, tensor
+def _is_on(name: str, layers: Sequence[int], mapping: Mapping) -> bool:
+    """Whether a tensor belongs to the rank's pipeline stage, which has these layers."""
+    if name.startswith("model.layers."):
+        return int(name.split(".")[2]) in layers
+    return mapping.is_first_pp_rank() if name == "model.embed_tokens" else mapping.is_last_pp_rank()
 
 
 def _of_rank(config: KimiTextConfig, mapping: Mapping) -> KimiTextConfig:
