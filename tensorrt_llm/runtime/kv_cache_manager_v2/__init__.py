@@ -60,10 +60,26 @@ from .life_cycle import AttnLifeCycle, LifeCycle, SsmLifeCycle
 
 if TYPE_CHECKING:
     from .cache import _KVCache as _KVCache
+    from .drop_plan import CommittedBlockDropPlan as CommittedBlockDropPlan
+    from .events import KVCacheEvent as KVCacheEvent
+    from .events import KVCacheEventManager as KVCacheEventManager
     from .manager import KVCacheManager as KVCacheManager
+    from .stats import KVCacheIterationStats as KVCacheIterationStats
+    from .stats import LifeCycleStats as LifeCycleStats
+    from .stats import RequestStats as RequestStats
     from .storage import StorageStatistics as StorageStatistics
 
-_HOME_OF = {"KVCacheManager": ".manager", "StorageStatistics": ".storage", "_KVCache": ".cache"}
+_HOME_OF = {
+    "CommittedBlockDropPlan": ".drop_plan",
+    "KVCacheEvent": ".events",
+    "KVCacheEventManager": ".events",
+    "KVCacheIterationStats": ".stats",
+    "KVCacheManager": ".manager",
+    "LifeCycleStats": ".stats",
+    "RequestStats": ".stats",
+    "StorageStatistics": ".storage",
+    "_KVCache": ".cache",
+}
 
 __all__ = [
     "BAD_PAGE_INDEX",
@@ -82,6 +98,7 @@ __all__ = [
     "CacheStatus",
     "CacheTier",
     "CacheTierConfig",
+    "CommittedBlockDropPlan",
     "CuError",
     "CuOOMError",
     "DiskCacheTierConfig",
@@ -90,6 +107,9 @@ __all__ = [
     "HostCacheTierConfig",
     "HostOOMError",
     "KVCacheDesc",
+    "KVCacheEvent",
+    "KVCacheEventManager",
+    "KVCacheIterationStats",
     "KVCacheManager",
     "KVCacheManagerConfig",
     "LayerConfig",
@@ -97,6 +117,7 @@ __all__ = [
     "LayerId",
     "LifeCycle",
     "LifeCycleId",
+    "LifeCycleStats",
     "LogicError",
     "MemAddress",
     "MisuseError",
@@ -108,6 +129,7 @@ __all__ = [
     "PoolGroupIndex",
     "PoolIndex",
     "Priority",
+    "RequestStats",
     "ResourceBusyError",
     "SlotId",
     "SsmLayerConfig",
