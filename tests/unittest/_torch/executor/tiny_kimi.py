@@ -8,6 +8,7 @@ import torch
 
 from tensorrt_llm._torch.models.config import parse_config
 from tensorrt_llm._torch.models.modeling_kimi import KimiForCausalLM
+from tensorrt_llm._torch.pyexecutor.capacity_policy import CapacitySchedulerPolicy
 from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig, VerifySchemeName
 from tensorrt_llm._torch.pyexecutor.kv_cache.config import KvCacheSettings, MambaStateSettings
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
@@ -107,6 +108,10 @@ def make_tiny_rig(
     max_num_tokens: int = 512,
     max_tokens_in_cache: int = 2048,
     snapshot_interval: int | None = None,
+    policy: CapacitySchedulerPolicy = CapacitySchedulerPolicy.GUARANTEED_NO_EVICT,
+    host_cache_size: int | None = None,
+    max_util_for_resume: float = 0.95,
+    enable_chunked_prefill: bool = True,
     device: str = "cpu",
 ) -> TinyRig:
     """An executor as `create_py_executor` builds it. A drafter of one's own goes into a User_Provided
@@ -118,9 +123,12 @@ def make_tiny_rig(
         max_batch_size=max_batch_size,
         max_num_tokens=max_num_tokens,
         max_seq_len=MAX_SEQ_LEN,
-        enable_chunked_prefill=True,
+        enable_chunked_prefill=enable_chunked_prefill,
+        capacity_scheduler_policy=policy,
         kv_cache_config=KvCacheSettings(
             max_tokens=max_tokens_in_cache,
+            host_cache_size=host_cache_size,
+            max_util_for_resume=max_util_for_resume,
             mamba_state_config=MambaStateSettings(periodic_snapshot_interval=snapshot_interval or 0),
         ),
         enable_block_reuse=snapshot_interval is not None,
