@@ -96,8 +96,8 @@ def split_budget(budget_bytes: int, target: CacheCost, draft: CacheCost) -> Budg
     if fixed > budget_bytes:
         raise ValueError(
             f"the caches of target and drafter need {fixed} bytes before the first token, but their budget "
-            "is "
-            f"{budget_bytes}: raise max_gpu_total_bytes or free_gpu_memory_fraction, or lower max_batch_size"
+            f"is {budget_bytes}: raise max_gpu_total_bytes or free_gpu_memory_fraction, or lower "
+            "max_batch_size"
         )
     slope = target.slope_bytes + draft.slope_bytes
     tokens = (budget_bytes - fixed) / slope if slope else 0.0
@@ -178,9 +178,9 @@ class KvCacheCreator:
         available = self._memory.total_bytes() - peak + pools
         self._budget_bytes = max(0, int(fraction * available))
         logger.info(
-            f"KV cache budget {self._budget_bytes / _GIB:.2f} GiB: {fraction} of {available / _GIB:.2f} GiB "
-            "left by a "
-            f"step with a peak of {(peak - pools) / _GIB:.2f} GiB, {side / _GIB:.2f} GiB of it side buffers"
+            f"KV cache budget {self._budget_bytes / _GIB:.2f} GiB: {fraction} of {available / _GIB:.2f} "
+            f"GiB left by a step with a peak of {(peak - pools) / _GIB:.2f} GiB, {side / _GIB:.2f} GiB of "
+            "it side buffers"
         )
 
     def build_managers(self) -> Managers:

@@ -91,8 +91,8 @@ RULES: tuple[Rule, ...] = (
     _rule(Manager.MIXED, is_kda=True, use_v2=False, is_disagg=False),
     *(
         _rule(
-            "transfer between servers needs cache_transceiver_config with transceiver_runtime='PYTHON' and "
-            "backend='NIXL'",
+            "transfer between servers needs cache_transceiver_config with transceiver_runtime='PYTHON' "
+            "and backend='NIXL'",
             is_disagg=True,
             **{user: True, missing: False},
         )
@@ -142,8 +142,7 @@ RULES: tuple[Rule, ...] = (
     _rule(Manager.CPP_HYBRID, use_v2=False),
     _rule(
         "kv_cache_config.enable_kv_pool_rebalance does not work with block reuse of recurrent states: set "
-        "one of "
-        "them to False",
+        "one of them to False",
         block_reuse=True,
         pool_rebalance=True,
     ),

@@ -373,7 +373,6 @@ def gpu_quota_bytes(kv_cache_config: KvCacheConfigLike, sizing: AttentionSizing)
     if quota is None:
         raise ValueError(
             "kv_cache_config sets neither max_tokens nor max_gpu_total_bytes: set one of them, or let "
-            "KvCacheCreator derive "
-            "max_gpu_total_bytes from free_gpu_memory_fraction"
+            "KvCacheCreator derive max_gpu_total_bytes from free_gpu_memory_fraction"
         )
     return quota

@@ -73,8 +73,7 @@ def cache_tiers(
         if not config.disk_cache_path:
             raise ValueError(
                 f"kv_cache_config.disk_cache_size is {config.disk_cache_size}, but disk_cache_path is not "
-                "set: name an "
-                "existing directory"
+                "set: name an existing directory"
             )
         tiers.append(DiskCacheTierConfig(quota=config.disk_cache_size, path=config.disk_cache_path))
     return tuple(tiers)

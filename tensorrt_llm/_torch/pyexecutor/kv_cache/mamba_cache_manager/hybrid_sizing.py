@@ -211,16 +211,16 @@ class HybridSizing(AttentionSizing):
             quota, tier = config.cache_tiers[0].quota, built.cache_tiers[0].quota
             logger.info(
                 f"GPU cache quota {quota / _MIB:.1f} MiB: {(quota - tier) / _MIB:.1f} MiB for the draft "
-                "records of "
-                f"{self.num_state_slots(built)} slots, {tier / _MIB:.1f} MiB for states and attention pages"
+                f"records of {self.num_state_slots(built)} slots, {tier / _MIB:.1f} MiB for states and "
+                "attention pages"
             )
         return built
 
     def _check_rebalance(self, kv_cache_config: KvCacheConfigLike) -> None:
         if self.verify is not None and kv_cache_config.enable_kv_pool_rebalance:
             raise ValueError(
-                "kv_cache_config.enable_kv_pool_rebalance is True, but a rebalance moves state slots under "
-                "their pending drafts: set enable_kv_pool_rebalance=False"
+                "kv_cache_config.enable_kv_pool_rebalance is True, but a rebalance moves state slots "
+                "under their pending drafts: set enable_kv_pool_rebalance=False"
             )
 
     def _check_floor(self) -> None:
@@ -236,10 +236,9 @@ class HybridSizing(AttentionSizing):
         if quota < minimum:
             raise ValueError(
                 f"a GPU cache quota of {quota} bytes is too small for live recurrent states: "
-                f"{self.states.floor_slots} of them "
-                f"({self.num_resident} requests, {self.num_dummy_slots} dummies) and one attention page "
-                f"need {minimum} bytes. "
-                "Raise max_gpu_total_bytes, max_tokens or free_gpu_memory_fraction, or lower max_batch_size."
+                f"{self.states.floor_slots} of them ({self.num_resident} requests, {self.num_dummy_slots} "
+                f"dummies) and one attention page need {minimum} bytes. Raise max_gpu_total_bytes, "
+                "max_tokens or free_gpu_memory_fraction, or lower max_batch_size."
             )
 
     def _typical_batch(self, quota: int, avg_seq_len: int | None) -> BatchDesc:
@@ -252,9 +251,8 @@ class HybridSizing(AttentionSizing):
             capacity = max(capacity, min(filling, MAX_CAPACITY_TOKENS))
         elif avg_seq_len is None:
             logger.warning_once(
-                "kv_cache_config.avg_seq_len is not set: state and attention pools are sized for sequences "
-                f"of {length} "
-                "tokens, half of max_seq_len"
+                "kv_cache_config.avg_seq_len is not set: state and attention pools are sized for "
+                f"sequences of {length} tokens, half of max_seq_len"
             )
         typical = KVCacheDesc(capacity=capacity, history_length=capacity - self.limits.headroom_tokens)
         return BatchDesc([*[typical] * self.num_resident, *[_EMPTY] * self.num_dummy_slots])

@@ -92,9 +92,8 @@ class LiveStates:
             slot_bytes = self.pool_bytes_per_slot + self.reserved_bytes_per_slot
             raise ValueError(
                 f"a GPU cache quota of {quota_bytes} bytes is too small for live recurrent states: "
-                f"{self.kept_slots} slots "
-                f"of {slot_bytes} bytes are kept. Raise max_gpu_total_bytes or max_tokens, or lower "
-                "max_batch_size."
+                f"{self.kept_slots} slots of {slot_bytes} bytes are kept. Raise max_gpu_total_bytes or "
+                "max_tokens, or lower max_batch_size."
             )
         return split
 

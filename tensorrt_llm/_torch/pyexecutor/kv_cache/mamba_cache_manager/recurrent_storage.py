@@ -198,8 +198,7 @@ class RecurrentStorage(KVCacheManagerV2, BaseMambaCacheManager):
         if slot < 0:
             raise RuntimeError(
                 f"request {request_id} has no recurrent state slot: allocate it with prepare_context, or "
-                "resume "
-                "it, before the step"
+                "resume it, before the step"
             )
         return slot
 

@@ -97,9 +97,9 @@ class SlotMap:
         late = sorted(self.acceptance_pending.intersection(ids))
         if late:
             raise RuntimeError(
-                f"cannot {action} request {', '.join(map(str, late))}: its verify round was launched and its "
-                "acceptance is not stored yet. Call update_resources or update_mamba_states for the round "
-                "first, or revert_allocate_generation if it does not run."
+                f"cannot {action} request {', '.join(map(str, late))}: its verify round was launched and "
+                "its acceptance is not stored yet. Call update_resources or update_mamba_states for the "
+                "round first, or revert_allocate_generation if it does not run."
             )
 
     def suspend(self, request_id: int) -> None:

@@ -70,14 +70,14 @@ def check_replay_arguments(
         )
     if spec_config is None:
         raise ValueError(
-            f"kda_replay_num_spec is {kda_replay_num_spec}, but verify rounds require speculative decoding: "
-            "give a spec_config"
+            f"kda_replay_num_spec is {kda_replay_num_spec}, but verify rounds require speculative "
+            "decoding: give a spec_config"
         )
     drafts = spec_config.tokens_per_gen_step - 1
     if kda_replay_num_spec != drafts:
         raise ValueError(
-            f"kda_replay_num_spec is {kda_replay_num_spec}, but must match the draft length of spec_config, "
-            f"{drafts}"
+            f"kda_replay_num_spec is {kda_replay_num_spec}, but must match the draft length of "
+            f"spec_config, {drafts}"
         )
     if drafts < 1:
         raise ValueError(
@@ -94,8 +94,8 @@ def check_replay_arguments(
     if not spec.has_equal_sections or spec.head_dim != spec.d_state:
         raise ValueError(
             f"mamba_head_dim {spec.head_dim} and mamba_d_state {spec.d_state} give sections "
-            f"{spec.conv_section_dims}; KDA verify "
-            "rounds need three equal ones: head_dim = d_state and n_groups = num_heads"
+            f"{spec.conv_section_dims}; KDA verify rounds need three equal ones: head_dim = d_state and "
+            "n_groups = num_heads"
         )
 
 

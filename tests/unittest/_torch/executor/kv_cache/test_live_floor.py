@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many slots are kept, and how a quota is split at the live floor: the figures of spec.md 3 and 6."""
+"""How many slots are kept, and how a quota is split at the live floor."""
 
 import random
 

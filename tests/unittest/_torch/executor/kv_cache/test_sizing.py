@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes and slots without memory: the figures of Kimi K3 (spec.md 6), refusals, and the linear model of
+"""Bytes and slots without memory: the figures of Kimi K3, refusals, and the linear model of
 tokens.
 """
 
