@@ -22,9 +22,7 @@ P = ParamSpec("P")
 S = TypeVar("S")
 
 QUOTA_BUFFERS = frozenset({"kda_state_tok"})
-"""Side buffers that the GPU quota pays for; all others lie outside it and count in the measured peak (spec.md
-3).
-"""
+"""Side buffers that the GPU quota pays for; others lie outside it and count in the measured peak."""
 
 
 COUNT_DTYPE = torch.int32
