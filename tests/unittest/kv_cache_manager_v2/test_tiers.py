@@ -8,6 +8,7 @@ import pytest
 from tensorrt_llm.runtime.kv_cache_manager_v2 import (
     CacheLevel,
     DiskCacheTierConfig,
+    HostCacheTierConfig,
     KVCacheManager,
     LayerGroupId,
     LifeCycle,
@@ -240,6 +241,21 @@ class TestDiskTier:
         manager.check_integrity()
         manager.shutdown()
         assert list(tmp_path.iterdir()) == []
+
+    def test_a_tier_too_small_for_a_page_takes_nothing_and_passes_nothing_on(self, tmp_path: Path) -> None:
+        cold = [HostCacheTierConfig(PAGE_BYTES // 2), DiskCacheTierConfig(2 * MIB, str(tmp_path))]
+        manager = make_manager([attention()], cold_tiers=cold)
+        assert slots(manager, 1) == [(0, 0, 0)]
+        run_prompt(manager, TEXT[:8]).close()
+        parked = active_with(manager, 10)
+        parked.suspend()
+        taker = active_with(manager, 6)
+        assert taker.resize(7 * 4) is False
+        assert manager.probe_reuse(None, TEXT[:9]) == 0, "droppable pages were dropped"
+        manager.check_integrity()
+        taker.close()
+        parked.close()
+        manager.shutdown()
 
     def test_a_missing_directory_is_the_users_mistake(self, tmp_path: Path) -> None:
         disk = DiskCacheTierConfig(2 * MIB, str(tmp_path / "missing"))

@@ -108,6 +108,25 @@ def test_a_stale_page_that_another_cache_holds_is_not_taken_from_it() -> None:
     manager.shutdown()
 
 
+def test_a_stale_page_that_the_tree_offers_leaves_it_before_it_serves_again() -> None:
+    """Without any other room the page is taken back; nobody may find its old content under its old tokens."""
+    manager = make_manager([attention(window=5)], commit_min_snapshot=False)
+    writer = manager.create_kv_cache()
+    assert writer.resume() and writer.resize(8)
+    writer.commit(TEXT[:8])
+    (page,) = [index for index in writer.get_base_page_indices(GROUP) if index >= 0]
+    taker = manager.create_kv_cache()
+    assert taker.resume() and taker.resize(sum(slots(manager)[0][:2]) * TOKENS_PER_BLOCK)
+    assert manager.probe_reuse(None, TEXT[:9]) == 8
+    assert writer.resize(12, 12)
+    assert list(writer.get_base_page_indices(GROUP)) == [-1, -1, page]
+    manager.check_integrity()
+    assert manager.probe_reuse(None, TEXT[:9]) == 0
+    for cache in (writer, taker):
+        cache.close()
+    manager.shutdown()
+
+
 def test_full_attention_and_window_share_a_pool_group_of_equal_slots() -> None:
     manager = make_manager([attention(), attention(window=5, layer=1), ssm()], num_grains=3, num_states=2)
     assert [desc.life_cycles for desc in manager.pool_group_descs] == [(0, 1), (2,)]
