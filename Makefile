@@ -57,7 +57,7 @@ format: $(TEST_STAMP)
 setup: $(TEST_STAMP)
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else \
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v < (3, 13) else \
 	  "Python 3.11 or 3.12 is needed, this is %d.%d: make PYTHON=python3.12 ..." % v)'
 	$(PYTHON) -m venv $(VENV)
 
