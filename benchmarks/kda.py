@@ -11,7 +11,7 @@ at N 64; else no figure is printed.
 Arms. `records`: the op, from projection rows to gated output. `copy`: the same bytes copied, the best of
 several launch shapes. `fla_states`, `fla_replay`: fla-core's fused_recurrent_kda alone (no f_b, convolution
 or output norm), keeping the state of every token, or running 7 accepted tokens again before the 8.
-`after_gemm`: us that the op adds behind a small kernel it depends on, with programmatic dependent launch.
+`after_predecessor`: us that the op adds behind a kernel that writes its rows, over 12 copies of a layer.
 """
 
 import argparse
@@ -42,6 +42,7 @@ from tensorrt_llm._torch.modules.kda.ops.selection import architecture_of
 
 MIN_COPY_TB_PER_S = 3.6
 TURNS = 20
+PREDECESSOR_COPIES = 12
 SOURCES = (
     "k3_kda_verify/cute.py", "k3_kda_verify/launch.py", "k3_kda_verify/triton.py",
     "k3_kda_verify/reference.py"
@@ -232,10 +233,9 @@ def within_tolerance(errors: dict[str, float]) -> bool:
 
 
 def parse_variant(text: str) -> VerifyConfig:
-    """split2w8_late, split1w4_nopdl, split1w4_serial."""
+    """split2_late, split1_nopdl, split1_serial."""
     return VerifyConfig(
         split=int(text[5]),
-        warps=int(text[7]),
         pdl="nopdl" not in text,
         late_trigger="late" in text,
         chunked="serial" not in text,
@@ -288,6 +288,30 @@ def measure(
     ]  # fmt: skip
 
 
+def after_predecessor(n: int, h: int, t: int, p: int | str, runs: dict[str, Callable[..., Any]]) -> list[Row]:
+    """What a layer adds behind a kernel that writes its rows: 12 copies, with less those kernels alone."""
+    layers = make_layers(VerifyShape(requests=n, tokens=t, heads=h), PREDECESSOR_COPIES, p)
+    sources = [layer.proj.clone() for layer in layers]
+
+    def writers() -> list[Call]:
+        return [partial(layer.proj.copy_, source) for layer, source in zip(layers, sources, strict=True)]
+
+    graphs = {"alone": capture(writers())}
+    for name, run in runs.items():
+        calls = [partial(run, *layer.arguments()) for layer in layers]
+        graphs[name] = capture([call for pair in zip(writers(), calls, strict=True) for call in pair])
+    figures = time_interleaved(graphs, PREDECESSOR_COPIES)
+    alone = figures.pop("alone")[0]
+    return [
+        Row(
+            op="k3_kda_verify", arm="after_predecessor", implementation=name, n=n, h=h, t=t, p=p,
+            us=round(us - alone, 3), us_spread=round(spread, 3), bytes=algorithm_bytes(n, h, t, p),
+            source_hash=packs.source_hash(SOURCES)[:16],
+        )
+        for name, (us, spread) in figures.items()
+    ]  # fmt: skip
+
+
 def table(rows: Sequence[Row]) -> str:
     """us by N, one column per arm."""
     columns = list(dict.fromkeys(f"{row.arm}/{row.implementation}".rstrip("/") for row in rows))
@@ -328,6 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for h in options.h:
         for n in options.n:
             rows += measure(n, h, options.t, p, runs, options.fla)
+            rows += after_predecessor(n, h, options.t, p, runs)
             torch.cuda.empty_cache()
     for row in rows:
         rate = row.bytes / row.us / 1e6

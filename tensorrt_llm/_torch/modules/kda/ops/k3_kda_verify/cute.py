@@ -352,7 +352,8 @@ class VerifyKernel:
     @cute.jit
     def _couple(self, s_k, s_q, s_kinv, s_part, warp, quad, col):
         """Rows (k | q) of token t against columns j over this warp's keys, into s_part [warp][row][j]."""
-        acc = _zeros()
+        # Three sums: a chain of one would wait for each product in turn.
+        low_high, high_low, high_high = _zeros(), _zeros(), _zeros()
         for block in cutlass.range_constexpr(2):
             chunk = quad * 32 + (((warp * 2 + block) * 4 + col) ^ ((quad & 1) * 4))
             fk, fq, fi = s_k[None, chunk].load(), s_q[None, chunk].load(), s_kinv[None, chunk].load()
@@ -363,9 +364,10 @@ class VerifyKernel:
                 b = [_split_tf32(fi[2 * half]), _split_tf32(fi[2 * half + 1])]
                 a_hi, a_lo = [x[0] for x in a], [x[1] for x in a]
                 b_hi, b_lo = [x[0] for x in b], [x[1] for x in b]
-                acc = _mma_tf32(acc, a_lo, b_hi)
-                acc = _mma_tf32(acc, a_hi, b_lo)
-                acc = _mma_tf32(acc, a_hi, b_hi)
+                low_high = _mma_tf32(low_high, a_lo, b_hi)
+                high_low = _mma_tf32(high_low, a_hi, b_lo)
+                high_high = _mma_tf32(high_high, a_hi, b_hi)
+        acc = [high_high[i] + (low_high[i] + high_low[i]) for i in range(4)]
         for half in cutlass.range_constexpr(2):
             at = (warp * 16 + half * 8 + quad) * MAX_TOKENS + 2 * col
             s_part[at] = acc[2 * half]
@@ -421,8 +423,9 @@ class VerifyKernel:
 
     def _project(self, s, s_k, s_q, chunk_of, key_group):
         """Partial U (3xTF32) and O of this warp's keys: per tile four sums of each, in fragment order."""
+        chains = 2 if self.tiles == 1 else 1  # enough independent products without more registers
         high = [_zeros() for _ in range(self.tiles)]
-        low = [_zeros() for _ in range(self.tiles)]
+        low = [[_zeros(), _zeros()] for _ in range(self.tiles)]
         query = [_zeros() for _ in range(self.tiles)]
         for block in range(self.key_blocks):
             chunk = self._chunk(chunk_of, block, key_group)
@@ -435,12 +438,21 @@ class VerifyKernel:
                     at = [self._at(tile, block, i % 2, 2 * half + i // 2) for i in range(4)]
                     a = [_split_tf32(s[i]) for i in at]
                     a_hi, a_lo = [x[0] for x in a], [x[1] for x in a]
-                    low[tile] = _mma_tf32(low[tile], a_hi, b_lo)
+                    low[tile][0] = _mma_tf32(low[tile][0], a_hi, b_lo)
                     query[tile] = _mma_tf32(query[tile], a_hi, q_hi)
                     high[tile] = _mma_tf32(high[tile], a_hi, b_hi)
-                    low[tile] = _mma_tf32(low[tile], a_lo, b_hi)
+                    low[tile][chains - 1] = _mma_tf32(low[tile][chains - 1], a_lo, b_hi)
                     query[tile] = _mma_tf32(query[tile], a_lo, q_hi)
-        return [([high[m][i] + low[m][i] for i in range(4)], query[m]) for m in range(self.tiles)]
+        return [
+            (
+                [
+                    high[m][i] + (low[m][0][i] + low[m][1][i] if chains == 2 else low[m][0][i])
+                    for i in range(4)
+                ],
+                query[m],
+            )
+            for m in range(self.tiles)
+        ]
 
     @cute.jit
     def _share(self, sums, half_buffer, first, warp, key_group, lane, quad, col):
@@ -745,7 +757,9 @@ class VerifyKernel:
                         bound * _sigmoid(rate * (g + bias[0])), fastmath=True
                     )
             else:
-                gate_acc = [_zeros(), _zeros()]
+                # Two chains of products; one where registers are short.
+                chains = 1 if self.split == 1 else 2
+                gate_acc = [[_zeros(), _zeros()] for _ in range(2)]
                 for block in cutlass.range_constexpr(4):
                     for step in cutlass.range_constexpr(2):
                         b = f_a[block][2 * step : 2 * step + 2]
@@ -753,10 +767,16 @@ class VerifyKernel:
                             low = weights[(tile * 4 + block) * 2]
                             high = weights[(tile * 4 + block) * 2 + 1]
                             a = [low[2 * step], high[2 * step], low[2 * step + 1], high[2 * step + 1]]
-                            gate_acc[tile] = _mma_bf16(gate_acc[tile], a, b)
+                            chain = step % chains
+                            gate_acc[tile][chain] = _mma_bf16(gate_acc[tile][chain], a, b)
                 for i in cutlass.range_constexpr(4):
                     for odd in cutlass.range_constexpr(2):
-                        g = gate_acc[i // 2][2 * (i % 2) + odd].to(BFloat16).to(Float32)
+                        at = 2 * (i % 2) + odd
+                        g = (
+                            Float32(gate_acc[i // 2][0][at] + gate_acc[i // 2][1][at])
+                            .to(BFloat16)
+                            .to(Float32)
+                        )
                         flat_d[(2 * col + odd) * K + ((gate_key + 8 * i) ^ (16 * odd))] = cute.math.exp2(
                             bound * _sigmoid(rate * (g + bias[i])), fastmath=True
                         )
@@ -852,9 +872,14 @@ class VerifyKernel:
                     half_buffer = s_half[step % len(s_half)]
                     first = s_first.iterator + step * (WARPS * 32)
                     v_first = [s_v[row + 8 * i] for i in range(2 * tiles)]
-                    self._share(sums, half_buffer, first, warp, key_group, lane, quad, col)
-                    if cutlass.const_expr(step == 0):
+                    # While the tensor cores work, unless registers are short.
+                    early = self.split > 1
+                    if cutlass.const_expr(step == 0 and early):
                         self._coefficients(s_part, s_q2, s_beta, s_coef, s_norm, scale, tid)
+                    self._share(sums, half_buffer, first, warp, key_group, lane, quad, col)
+                    if cutlass.const_expr(step == 0 and not early):
+                        self._coefficients(s_part, s_q2, s_beta, s_coef, s_norm, scale, tid)
+                    if cutlass.const_expr(step == 0):
                         cute.arch.sync_threads()
                     else:
                         cute.arch.barrier(barrier_id=1 + warp // k_warps, number_of_threads=32 * k_warps)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random arguments of `k3_kda_verify`, for tests and benchmarks."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -133,13 +133,7 @@ def as_float64(inputs: VerifyInputs, *, f_b: bool = True) -> VerifyInputs:
         return double
     width = inputs.w_fb.shape[0]
     f_a = double.proj[:, 4 * width : 4 * width + HEAD_DIM]
-    return replace_inputs(double, g_ext=(f_a @ double.w_fb.T).to(inputs.proj.dtype).double())
-
-
-def replace_inputs(inputs: VerifyInputs, **changes: Tensor | int | float | None) -> VerifyInputs:
-    from dataclasses import replace
-
-    return replace(inputs, **changes)  # type: ignore[arg-type]
+    return replace(double, g_ext=(f_a @ double.w_fb.T).to(inputs.proj.dtype).double())
 
 
 def _mapped(inputs: VerifyInputs, change) -> VerifyInputs:

@@ -17,7 +17,6 @@ from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.inputs import (
     as_float64,
     make_inputs,
     make_rows,
-    replace_inputs,
 )
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.launch import VerifyConfig
 from tensorrt_llm._torch.modules.kda.ops.registry import CUTE_ARCHITECTURES
@@ -86,7 +85,7 @@ def shape_of(requests: int, tokens: int, heads: int = 2, **sizes: int) -> Verify
 def with_gate(inputs: VerifyInputs, exact: VerifyInputs) -> VerifyInputs:
     """The inputs with the twin's f_b product, so that its rounding is the same on both sides."""
     assert exact.g_ext is not None
-    return replace_inputs(inputs, g_ext=exact.g_ext.to(inputs.proj.dtype).to(inputs.proj.device))
+    return replace(inputs, g_ext=exact.g_ext.to(inputs.proj.dtype).to(inputs.proj.device))
 
 
 def assert_close(
@@ -121,10 +120,10 @@ class Chain:
         requests = self.inputs.slots.shape[0]
         shape = VerifyShape(requests=requests, tokens=tokens, heads=self.inputs.a_log.shape[0])
         rows = make_rows(shape, self.generator)
-        inputs = replace_inputs(self.inputs, proj=rows.to(DEVICE), g_ext=None)
-        exact = as_float64(replace_inputs(inputs, proj=rows))
+        inputs = replace(self.inputs, proj=rows.to(DEVICE), g_ext=None)
+        exact = as_float64(replace(inputs, proj=rows))
         # The twin keeps its own pools; only rows, gate and counts come from the round.
-        exact = replace_inputs(exact, **self.exact.mutable())
+        exact = replace(exact, **self.exact.mutable())
         want = VERIFY.reference(*exact.arguments())
         return self.run(*with_gate(inputs, exact).arguments()), want
 

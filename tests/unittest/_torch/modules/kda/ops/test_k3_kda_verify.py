@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`k3_kda_verify`: every implementation against float64, and what it must not read or write."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,6 @@ from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.inputs import (
     as_float64,
     make_inputs,
     move,
-    replace_inputs,
 )
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.op import k3_kda_verify
 from tests.unittest._torch.modules.kda.ops.harness import (
@@ -76,9 +77,9 @@ def test_a_round_of_another_history_is_far_off(run) -> None:
     chain = Chain.start(run, shape_of(2, 8))
     chain.round(8)
     chain.accept([7, 1])
-    chain.exact = as_float64(replace_inputs(chain.inputs, g_ext=None))
+    chain.exact = as_float64(replace(chain.inputs, g_ext=None))
     chain.inputs.pending.copy_(chain.inputs.pending.flip(0))
-    exact = replace_inputs(as_float64(chain.inputs), **chain.exact.mutable())
+    exact = replace(as_float64(chain.inputs), **chain.exact.mutable())
     chain.inputs.pending.copy_(chain.inputs.pending.flip(0))
     want = VERIFY.reference(*exact.arguments())
     assert relative_error(run(*chain.inputs.arguments()), want) > 0.05
@@ -158,18 +159,18 @@ def test_index_tensors_may_start_anywhere_and_have_strides(run) -> None:
         slots[offset:] = inputs.slots
         pending = torch.full((offset + 4,), -7, dtype=torch.int32, device=DEVICE)
         pending[offset:] = inputs.pending
-        moved = replace_inputs(moved, slots=slots[offset:], pending=pending[offset:])
+        moved = replace(moved, slots=slots[offset:], pending=pending[offset:])
         assert same_bits(run(*moved.arguments()), want)
     table = torch.full((3, 8), -7, dtype=torch.int32, device=DEVICE)
     table[:, 0] = inputs.slots
-    strided = replace_inputs(move(inputs, DEVICE), slots=table[:, 0])
+    strided = replace(move(inputs, DEVICE), slots=table[:, 0])
     assert same_bits(run(*strided.arguments()), want)
     assert same_bits(strided.ssm, expected.ssm)
 
 
 def test_strided_pools_give_the_bits_of_dense_ones(run) -> None:
     strided = make_inputs(shape_of(2, 2, layers=3), device=DEVICE)
-    dense = replace_inputs(move(strided, DEVICE), ssm=strided.ssm.contiguous())
+    dense = replace(move(strided, DEVICE), ssm=strided.ssm.contiguous())
     assert strided.ssm.stride(0) == 3 * dense.ssm.stride(0)
     assert same_bits(run(*strided.arguments()), run(*dense.arguments()))
     assert same_bits(strided.ssm, dense.ssm)
@@ -231,7 +232,7 @@ def test_what_the_op_does_not_define_is_refused_before_any_work(change, message:
     inputs = make_inputs(shape_of(2, 2), device=DEVICE)
     before = _snapshot(inputs)
     with pytest.raises(ValueError, match=message):
-        k3_kda_verify(*replace_inputs(inputs, **change(inputs)).arguments())
+        k3_kda_verify(*replace(inputs, **change(inputs)).arguments())
     for name, tensor in inputs.mutable().items():
         assert same_bits(tensor, before[name])
 
@@ -241,7 +242,7 @@ def test_compiled_kernels_leave_unaligned_arguments_and_steep_gates_to_triton() 
     caches = (inputs.cs_q, inputs.cs_k, inputs.cs_v)
 
     def why(lower_bound: float = -5.0, **changes: torch.Tensor) -> str:
-        x = replace_inputs(inputs, **changes)
+        x = replace(inputs, **changes)
         weights = (x.w_fb, x.w_q, x.w_k, x.w_v, x.onorm_w)
         return why_not_compiled(x.proj, weights, x.ssm, x.state_tok, caches, lower_bound)
 

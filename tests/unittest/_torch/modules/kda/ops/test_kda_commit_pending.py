@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`kda_commit_pending`: replay bit for bit, the window, equality with the replay of a verify round."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tensorrt_llm._torch.modules.kda.ops.catalog import OPS
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.inputs import make_inputs as make_verify_inputs
-from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.inputs import move, replace_inputs
+from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.inputs import move
 from tensorrt_llm._torch.modules.kda.ops.kda_commit_pending.inputs import (
     CommitInputs,
     CommitShape,
@@ -108,7 +110,7 @@ def test_a_committed_slot_verifies_to_the_bits_of_a_pending_one(name: str) -> No
     for index, cache in enumerate(caches):
         section = window[0, :, index * 256 : (index + 1) * 256].float()
         cache[slots.long(), :, :3] = section[slots.long()]
-    committed = replace_inputs(committed, pending=torch.zeros_like(committed.pending))
+    committed = replace(committed, pending=torch.zeros_like(committed.pending))
     assert same_bits(run(*committed.arguments()), run(*pending.arguments()))
     assert same_bits(committed.ssm, pending.ssm)
 

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the kernel tests on this machine's GPU and keeps a receipt of what passed.
+
+python -m tests.gpu_receipt            run them and write tests/receipts/<gpu>.json
+python -m tests.gpu_receipt --check    say which receipts are of other sources than these; always exits 0
+"""
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tensorrt_llm import envs
+from tensorrt_llm._torch.modules.kda.ops import packs
+from tensorrt_llm._torch.modules.kda.ops.selection import architecture_of
+
+ROOT = Path(__file__).parents[1]
+RECEIPTS = ROOT / "tests" / "receipts"
+TESTS = ROOT / "tests" / "unittest" / "_torch" / "modules" / "kda" / "ops"
+# What a receipt vouches for, relative to the ops package. The choice among tested launches is not in it.
+SOURCES = (
+    "k3_kda_verify/cute.py",
+    "k3_kda_verify/launch.py",
+    "k3_kda_verify/compiled.py",
+    "k3_kda_verify/triton.py",
+    "k3_kda_verify/reference.py",
+    "kda_commit_pending/triton.py",
+    "kda_commit_pending/reference.py",
+)
+PACKAGES = ("torch", "triton", "apache-tvm-ffi", "nvidia-cutlass-dsl")
+
+
+class Outcomes:
+    """A pytest plugin that keeps every test's outcome."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            name = report.nodeid.split("/")[-1]
+            self.tests[name] = report.outcome
+
+
+def source_hash() -> str:
+    """sha256 over `SOURCES`."""
+    return packs.source_hash(SOURCES)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def run(out: Path | None) -> int:
+    """Run the tests; the receipt is written whatever their outcome. Returns pytest's exit code."""
+    if not torch.cuda.is_available():
+        print("there is no GPU here", file=sys.stderr)
+        return 1
+    outcomes = Outcomes()
+    code = pytest.main([str(TESTS), "-q", "-m", "not slow", "-p", "no:cacheprovider"], plugins=[outcomes])
+    counts = {name: list(outcomes.tests.values()).count(name) for name in ("passed", "failed", "skipped")}
+    pack = envs.kernel_pack()
+    name = torch.cuda.get_device_name()
+    receipt = {
+        "gpu": name,
+        "architecture": architecture_of(torch.device("cuda")),
+        "date": datetime.now(UTC).date().isoformat(),
+        "source_hash": source_hash(),
+        "versions": _versions(),
+        "pack": packs.read_manifest(pack).versions if pack else None,
+        "counts": counts,
+        "tests": dict(sorted(outcomes.tests.items())),
+    }
+    target = out or RECEIPTS / f"{name.lower().replace(' ', '_')}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(receipt, indent=1) + "\n")
+    print(f"{target}: {counts}")
+    return int(code)
+
+
+def stale_receipts(directory: Path = RECEIPTS) -> list[str]:
+    """One line per receipt that vouches for other sources than these."""
+    current = source_hash()
+    return [
+        f"{path.name}: the kernels have moved on since {receipt['date']}; run make test-gpu on that GPU"
+        for path in sorted(directory.glob("*.json"))
+        if (receipt := json.loads(path.read_text()))["source_hash"] != current
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tests.gpu_receipt", description="Kernel tests with a receipt.")
+    parser.add_argument("--check", action="store_true", help="name receipts of other sources")
+    parser.add_argument("--out", type=Path, help="where to write the receipt")
+    options = parser.parse_args(argv)
+    if not options.check:
+        return run(options.out)
+    for line in stale_receipts():
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
