@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from ._types import GPU_LEVEL, CacheLevel, LifeCycleId, PoolGroupIndex, SlotId
 from .config import KVCacheManagerConfig
-from .errors import LogicError, OutOfPagesError
+from .errors import LogicError, OutOfMemoryError, OutOfPagesError
 from .eviction import EvictionQueue
 from .layout import StorageLayout
 from .page import Page
@@ -85,8 +85,7 @@ class GroupStore:
 class Storage:
     """All levels. Level 0 is the GPU tier (CPU memory in a CPU-only run).
 
-    `unlink`: takes a page out of the reuse tree and returns the pages nobody needs any more; set by the
-    manager.
+    `unlink`, set by the manager, takes a page out of the reuse tree and returns those nobody needs any more.
     """
 
     def __init__(
@@ -196,8 +195,9 @@ class Storage:
                 self._wait_for_slot(allocator, slot, stream)
 
     def new_pages(self, counts: Sequence[int], stream: StreamHandle) -> list[list[Page]]:
-        """Return `counts[life_cycle]` fresh GPU pages per life cycle. Raises OutOfPagesError, nothing
-        changed.
+        """Return `counts[life_cycle]` fresh GPU pages per life cycle.
+
+        All or nothing: raises OutOfPagesError with nothing changed.
         """
         needed = [0] * len(self.layout.pool_groups)
         for life_cycle, count in enumerate(counts):
@@ -239,7 +239,7 @@ class Storage:
         """Add a holder: the content stays until `release`."""
         self.group(page.life_cycle, page.level).queue.discard(page)
         page.num_holders += 1
-        self._offer(page)
+        self.offer(page)
 
     def lock(self, page: Page) -> None:
         """Let one holder use the page in its GPU slot."""
@@ -248,7 +248,7 @@ class Storage:
 
     def unlock(self, page: Page) -> None:
         page.num_locks -= 1
-        self._offer(page)
+        self.offer(page)
 
     def release(self, page: Page) -> None:
         """Take back one holder that has no lock. A private page is freed, a shared one becomes droppable."""
@@ -257,10 +257,10 @@ class Storage:
         if page.num_holders == 0 and page.block is None:
             self.free(page)
         else:
-            self._offer(page)
+            self.offer(page)
 
-    def _offer(self, page: Page) -> None:
-        """Queue `page` for eviction if it may be evicted."""
+    def offer(self, page: Page) -> None:
+        """Queue `page`, which is in no queue, for eviction if it may be evicted."""
         is_movable = page.num_holders == 0 or page.level < self.last_level
         if page.num_locks == 0 and is_movable:
             self.group(page.life_cycle, page.level).queue.push(page)
@@ -286,15 +286,10 @@ class Storage:
         """Note that the last use of the page's slot ends at `event`."""
         self.group(page.life_cycle, page.level).allocator.add_event(page.slot, event)
 
-    def offer(self, page: Page) -> None:
-        """Queue a page that has just been linked to the reuse tree and that no cache holds."""
-        self._offer(page)
-
     def withdraw(self, page: Page) -> Sequence[Page]:
-        """Take a page out of the reuse tree, with those that become useless; returns the pages that are
-        freed.
+        """Take a page out of the reuse tree, with those that become useless by it.
 
-        Held pages become private instead.
+        Returns the pages that are freed; held ones become private instead.
         """
         freed = self.unlink(page)
         for one in freed:
@@ -312,8 +307,9 @@ class Storage:
     def migrate(
         self, pages: Sequence[Page], level: CacheLevel, slots: Sequence[SlotId], stream: StreamHandle
     ) -> None:
-        """Move pages into reserved slots of `level`. If a copy fails, those done stay moved, the rest stays
-        put.
+        """Move pages into reserved slots of `level`.
+
+        If a copy fails, the pages that are done stay moved, and the others stay where they are.
         """
         num_done = 0
         try:
@@ -335,7 +331,7 @@ class Storage:
         page.level, page.slot = level, slot
         self.group(page.life_cycle, level).owners[slot] = page
         if changes_level:
-            self._offer(page)
+            self.offer(page)
         self._listener.on_moved(page, source)
 
     def _copy_slot(
@@ -343,6 +339,7 @@ class Storage:
     ) -> None:
         to, origin = self.group(life_cycle, level), self.group(source.life_cycle, source.level)
         self._wait_for_slot(origin.allocator, source.slot, stream)
+        self._wait_for_slot(to.allocator, slot, stream)
         for dst, src in zip(to.pools, origin.pools, strict=True):
             self.backend.copy_slot(dst, slot, src, source.slot, stream)
         event = self.streams.record(stream)
@@ -383,21 +380,28 @@ class Storage:
         below = CacheLevel(level + 1)
         if num_moved:
             self._make_room(below, group, num_moved, stream)
-        num_dropped = len(victims) - num_moved
-        for page in victims:
-            if num_dropped and not page.num_holders:
-                num_dropped -= 1
-                if self._is_still_at(page, level):
-                    for dropped in self.withdraw(page):
-                        self._listener.on_dropped(dropped)
-        moving = [page for page in victims if self._is_still_at(page, level)]
-        slots = self.levels[below][group].allocator.allocate(len(moving)) if moving else []
-        if moving:
-            self._wait_for(below, group, slots, stream)
+        droppable = [page for page in victims if not page.num_holders]
+        self._drop(droppable[: len(victims) - num_moved], level)
+        moving = [page for page in victims if page.is_queued and page.level == level]
+        if not moving:
+            return
+        slots = self.levels[below][group].allocator.allocate(len(moving))
+        try:
             self.migrate(moving, below, slots, stream)
+        except OutOfMemoryError:
+            # A full disk must not keep cached prefixes in the way of requests; only held pages have to move.
+            if not self._drop([page for page in moving if not page.num_holders], level):
+                raise
 
-    def _is_still_at(self, page: Page, level: CacheLevel) -> bool:
-        return page.is_queued and page.level == level
+    def _drop(self, pages: Sequence[Page], level: CacheLevel) -> int:
+        """Drop those of `pages` that are still queued at `level`; returns how many pages went."""
+        num_dropped = 0
+        for page in pages:
+            if page.is_queued and page.level == level:
+                for dropped in self.withdraw(page):
+                    self._listener.on_dropped(dropped)
+                    num_dropped += 1
+        return num_dropped
 
     def make_room(
         self, level: CacheLevel, group: PoolGroupIndex, num_slots: int, stream: StreamHandle

@@ -150,6 +150,20 @@ def test_memory_refused_while_growing_keeps_sizes_and_contents(
     manager.shutdown()
 
 
+def test_a_full_disk_does_not_keep_cached_prefixes_in_the_way(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    manager = make_manager([attention()], cold_tiers=[DiskCacheTierConfig(2 * MIB, str(tmp_path))])
+    run_prompt(manager, TEXT).close()
+    monkeypatch.setattr(pools.os, "pwrite", lambda *args: PAGE_BYTES // 2)
+    taker = manager.create_kv_cache()
+    assert taker.resume() and taker.resize(16 * 4)
+    assert manager.probe_reuse(None, [*TEXT, 1]) == 0
+    manager.check_integrity()
+    taker.close()
+    manager.shutdown()
+
+
 def test_a_full_disk_is_a_lack_of_capacity(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     disk = DiskCacheTierConfig(2 * MIB, str(tmp_path))
     manager = make_manager([attention()], cold_tiers=[disk])

@@ -17,6 +17,7 @@ from tensorrt_llm.runtime.kv_cache_manager_v2 import (
     CacheTier,
     GpuCacheTierConfig,
     KVCacheDesc,
+    KVCacheManager,
     KVCacheManagerConfig,
     LayerConfig,
     LayerId,
@@ -114,6 +115,21 @@ class TestSmallHybrid:
         assert split.num_slots == (483_328, 4)
         assert split.pool_bytes + split.num_slots[1] * self.RECORDS_PER_SLOT < 128 * MIB + split.grain
 
+    @pytest.mark.parametrize(
+        ("quota", "typical_capacity", "slots"),
+        [(128 * MIB, 64, (106_496, 49)), (134_021_120, 262_144, (483_328, 4))],
+    )
+    def test_the_runtime_builds_what_the_split_says(
+        self, quota: int, typical_capacity: int, slots: tuple[int, int]
+    ) -> None:
+        manager = KVCacheManager(self.config(quota, typical_capacity), device="cpu")
+        assert tuple(one.total for one in manager.get_storage_statistics()) == slots
+        assert manager.get_quota() == quota
+        for layer, role, rows in ((1000, "key", slots[0]), (0, "ssm_state", slots[1])):
+            scale = manager.get_page_index_scale(LayerId(layer), role)
+            assert cdiv(manager.get_page_index_upper_bound(LayerId(layer), role), scale) == rows
+        manager.shutdown()
+
     def test_full_quota_for_the_typical_capacity_pins_the_same_floor(self) -> None:
         quota = 128 * MIB - 4 * self.RECORDS_PER_SLOT
         config = self.config(quota, quota_filling_capacity(128 * MIB, 2, 256))
@@ -172,6 +188,9 @@ class TestKimiK3:
         )
         split = split_gpu_quota(config)
         assert (split.num_slots[0] * tokens_per_block, split.num_slots[1]) == (tokens, slots)
+        manager = KVCacheManager(config, device="cpu")
+        assert tuple(one.total for one in manager.get_storage_statistics()) == split.num_slots
+        manager.shutdown()
         assert split.pool_bytes + slots * self.RECORDS_PER_SLOT < int(15.35 * GIB) + split.grain
 
     @pytest.mark.parametrize(("tokens_per_block", "tokens"), [(32, 17_408), (64, 17_344)])
@@ -190,7 +209,7 @@ class TestKimiK3:
         split = split_gpu_quota(config)
         assert split.num_slots[1] == 10
         resumable_pages = int(split.num_slots[0] * float32(0.95))
-        assert resumable_pages * tokens_per_block >= tokens
+        assert resumable_pages * tokens_per_block == tokens
 
 
 @pytest.mark.parametrize(
