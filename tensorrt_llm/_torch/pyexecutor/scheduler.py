@@ -279,10 +279,13 @@ class Scheduler:
 
     def _place_generations(self, requests: Iterable[LlmRequest]) -> list[LlmRequest]:
         allocate = self._manager.try_allocate_generation
+        running, paused = self._running, self._paused
+        # Those of the plan that have given way on the way are passed over.
         return [
             req
             for req in requests
-            if self._still_runs(req) and (allocate(req) or self._make_room(req, allocate))
+            if (not paused or req.py_request_id in running)
+            and (allocate(req) or self._make_room(req, allocate))
         ]
 
     def _place_context(self, step: ContextStep) -> bool:
@@ -290,7 +293,8 @@ class Scheduler:
             return self._allocate_context(req, step.num_tokens)
 
         req = step.request
-        return self._still_runs(req) and (allocate(req) or self._make_room(req, allocate))
+        still_runs = req.py_request_id in self._running
+        return still_runs and (allocate(req) or self._make_room(req, allocate))
 
     def _allocate_context(self, req: LlmRequest, num_tokens: int) -> bool:
         if not self._manager.prepare_context(req):
@@ -300,10 +304,6 @@ class Scheduler:
             return False
         req.context_chunk_size = num_tokens
         return True
-
-    def _still_runs(self, req: LlmRequest) -> bool:
-        """False for a request of the plan that has given way since."""
-        return not self._paused or req.py_request_id in self._running
 
     def _make_room(self, needy: LlmRequest, attempt: Callable[[LlmRequest], bool]) -> bool:
         """`attempt` found no capacity: let others give way until it does; False if `needy` has to, or
