@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ids and enumerations of the cache core. Every index has its own type so that two of them cannot be
-swapped.
-"""
+"""Ids and enumerations of the cache core. Every index has a type of its own, so none can be swapped."""
 
 import enum
 from typing import Final, NewType

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention pages of one active cache: growing, shrinking, and letting go of what windows leave
-behind.
-"""
+"""The attention pages of one active cache: growing, shrinking, letting go of what windows leave behind."""
 
 from collections.abc import Sequence
 
@@ -43,8 +41,7 @@ class BlockTables:
     def grow(
         self, old_num_blocks: int, num_blocks: int, history_length: int, stream: StreamHandle
     ) -> int | None:
-        """Append blocks and lock their pages. Returns how many pages were added; None, unchanged, without
-        room.
+        """Append blocks and lock their pages. Returns the number of pages; None, unchanged, without room.
 
         Blocks that `history_length` makes stale at once get no page.
         """
@@ -68,8 +65,11 @@ class BlockTables:
     def _take_pages(
         self, wanted: Sequence[int], history_length: int, stream: StreamHandle
     ) -> list[list[Page]] | None:
-        """Return held and locked pages. Pages that become stale serve again: private ones first, then, only
-        when room is lacking, those the reuse tree offers."""
+        """Return held and locked pages, None without room.
+
+        Pages that become stale serve again: private ones first, then, only when room is lacking, those that the
+        reuse tree offers.
+        """
         private: dict[LifeCycleId, list[int]] = {}
         shared: dict[LifeCycleId, list[int]] = {}
         for life_cycle, _ in self._windowed:

@@ -238,9 +238,7 @@ class _KVCache:
                 self._storage.copy(page, source, stream)
 
     def _activate(self, resident: Sequence[Page], fresh: Sequence[Page], stream: StreamHandle) -> None:
-        """Lock what `resident` does not name, take the fresh pages in, let go of their sources. Cannot
-        fail.
-        """
+        """Lock what `resident` does not name, take the fresh pages in, let go of their sources."""
         locked = set(map(id, resident))
         for page in self._pages():
             if id(page) not in locked:
@@ -278,9 +276,7 @@ class _KVCache:
         self._manager.on_suspended()
 
     def prefetch(self, level: CacheLevel, stream: StreamHandle | None = None) -> bool:
-        """Move held pages that lie below `level` up to it, ahead of `resume`. False when room is lacking
-        there.
-        """
+        """Move held pages that lie below `level` up to it, ahead of `resume`. False when room is lacking."""
         self._require(CacheStatus.SUSPENDED, "prefetch")
         if not GPU_LEVEL <= level <= self._storage.last_level:
             raise MisuseError(f"level is {level}; this manager has levels 0 to {self._storage.last_level}")
@@ -387,9 +383,7 @@ class _KVCache:
             self.stop_committing()
 
     def stop_committing(self) -> None:
-        """Promise that no tokens will be committed any more. Offers the last, partial block if attention
-        can.
-        """
+        """Promise that no tokens will be committed any more; offers the last, partial block if it can."""
         self._require_open("stop_committing")
         if self._may_commit:
             self._may_commit = False

@@ -93,8 +93,7 @@ class Committer:
         self._tail_tokens = packed[begin : match.num_tokens * TOKEN_BYTES]
 
     def commit(self, packed: bytes, stream: StreamHandle) -> None:
-        """Append packed tokens. Lack of room for a snapshot is no failure: the tokens are then not offered
-        there.
+        """Append packed tokens. Without room for a snapshot none is offered there; that is no failure.
 
         If a copy fails the error passes through with nothing changed.
         """

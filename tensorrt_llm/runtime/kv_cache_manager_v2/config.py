@@ -23,9 +23,7 @@ def _require_positive(name: str, value: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GpuCacheTierConfig:
-    """The hot tier. `quota`: bytes for all pools together; see `quota.usable_quota_bytes` for the
-    rounding.
-    """
+    """The hot tier. `quota`: bytes for all pools together, rounded up to grains."""
 
     quota: int
 
@@ -163,9 +161,7 @@ class KVCacheDesc:
 
 @dataclass(frozen=True, slots=True)
 class BatchDesc:
-    """Requests that are resident together; the first `system_prompt_length` tokens are common to all of
-    them.
-    """
+    """Requests that are resident together; their first `system_prompt_length` tokens are common."""
 
     kv_caches: Sequence[KVCacheDesc]
     system_prompt_length: int = 0

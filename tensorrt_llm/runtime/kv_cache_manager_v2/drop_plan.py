@@ -22,9 +22,7 @@ class CommittedBlockDropPlan:
         return sum(self._is_droppable(page) for page in self._pages)
 
     def drop(self) -> int:
-        """Drop them, deepest first, with whatever becomes useless. Returns how many of the plan's pages
-        went.
-        """
+        """Drop them, deepest first, with whatever becomes useless. Returns how many of them went."""
         num_before = self.num_droppable
         for page in reversed(self._pages):
             if self._is_droppable(page):

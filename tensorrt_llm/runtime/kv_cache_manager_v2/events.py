@@ -83,9 +83,7 @@ class KVCacheEventManager:
         self.num_lost = 0
 
     def bind(self, window_sizes: Sequence[int | None]) -> None:
-        """Called by the manager that reports here, once, before it allocates. `window_sizes`: per layer
-        group.
-        """
+        """Called once, by the manager that reports here, before it allocates. Windows are per layer group."""
         if self._window_sizes:
             raise MisuseError("this event manager serves another cache manager already; give each its own")
         self._window_sizes = tuple(window_sizes)

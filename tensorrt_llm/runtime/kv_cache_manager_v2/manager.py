@@ -229,9 +229,7 @@ class KVCacheManager:
                         self.storage.withdraw(page)
 
     def shutdown(self) -> None:
-        """Give all memory back. ResourceBusyError while a cache is open; nothing happens after the first
-        time.
-        """
+        """Give all memory back, once. ResourceBusyError while a cache is open."""
         if not self._is_open:
             return
         self._require_no_open_cache("shutdown")
@@ -250,9 +248,7 @@ class KVCacheManager:
         return self.storage.tiers[self._checked(level)].quota
 
     def clamp_max_seq_len_for_mem(self, batch_size: int, upper: int) -> int:
-        """Return the most tokens, `upper` or fewer, at which `batch_size` requests fit the GPU level
-        together.
-        """
+        """Return the most tokens, up to `upper`, at which `batch_size` requests fit level 0 together."""
         low, high = 0, upper + 1
         while high - low > 1:
             middle = (low + high) // 2
@@ -338,9 +334,7 @@ class KVCacheManager:
         return self._layout.buffer(layer, role).page_stride_bytes
 
     def get_page_index_scale(self, layer: LayerId, role: str) -> int:
-        """Return the buffers per slot: a block in slot s starts at page index s * scale (times its
-        expansion).
-        """
+        """Return the buffers per slot: a block in slot s starts at page index s * scale * expansion."""
         return self._layout.buffer(layer, role).scale
 
     def get_page_index_upper_bound(self, layer: LayerId, role: str) -> int:
@@ -410,9 +404,7 @@ class KVCacheManager:
     # Checks
 
     def check_integrity(self) -> None:
-        """Raise LogicError unless the conservation law holds: free + owned = total, holders and locks add
-        up.
-        """
+        """Raise LogicError unless free + owned = total and all holders, locks, queues and offers add up."""
         check_storage(self.storage, list(self._caches.values()))
         check_tree(self.storage, self.tree)
 

@@ -17,8 +17,7 @@ from .reuse_tree import TOKEN_BYTES, Block, ReuseTree, num_common_tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixMatch:
-    """What can be reused. `blocks` are full; `partial` offers the tokens behind them when the length is
-    inside it.
+    """What can be reused. `blocks` are full; `partial` offers the tokens behind them, if there are any.
 
     num_path_tokens: tokens found in the tree before any pruning. num_attention_tokens: before pruning to a
         snapshot.
@@ -137,9 +136,7 @@ class PrefixMatcher:
         return 0
 
     def _missing_window_bound(self, path: _Path, num_tokens: int) -> int | None:
-        """Return None if windows serve `num_tokens`, else a bound below it that every servable length
-        keeps.
-        """
+        """Return None if windows serve `num_tokens`, else a lower bound that every servable length keeps."""
         for life_cycle, value in self._windowed:
             missing = self._last_missing_block(path, num_tokens, life_cycle, value)
             if missing is not None:

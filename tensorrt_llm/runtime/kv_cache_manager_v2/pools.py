@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of the pools: address space (or a file) is reserved once, memory comes and goes behind a base that
-stays.
+"""Memory of the pools: an address range (or file) is reserved once, memory comes and goes behind it.
 
 Anonymous memory and files are zero when first touched and cost nothing before. CUDA memory lives in
 `cuda_pools`.

@@ -71,9 +71,7 @@ def _attention_slots(life_cycle: AttnLifeCycle, batch: BatchDesc, tokens_per_blo
 
 
 def batch_slots(batch: BatchDesc, life_cycles: Sequence[LifeCycle], tokens_per_block: int) -> list[int]:
-    """Return the slots that `batch` needs per life cycle. A recurrent state needs one per request, at any
-    capacity.
-    """
+    """Return the slots that `batch` needs per life cycle; a recurrent state takes one at any capacity."""
     return [
         _attention_slots(life_cycle, batch, tokens_per_block)
         if isinstance(life_cycle, AttnLifeCycle)
@@ -104,8 +102,7 @@ def _sum_per_group(per_life_cycle: Sequence[int], layout: StorageLayout) -> list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizing:
-    """A model's demands on a tier: slot sizes, floors and ratio per pool group. Independent of the quota's
-    size.
+    """A model's demands on a tier: slot sizes, floors and ratio per pool group, whatever the quota.
 
     `floors` in slots, `typical_slots` in slots; `weights` are given shares of bytes (float32) that win over
     `typical_slots`, or None.
@@ -117,9 +114,7 @@ class Sizing:
     weights: tuple[float, ...] | None = None
 
     def ratio(self, grain: int) -> tuple[float, ...]:
-        """Return the share of bytes per pool group in float32; given weights, or the typical slots in
-        grains.
-        """
+        """Return the share of bytes per pool group in float32: given weights, or typical slots in grains."""
         if self.weights is not None:
             return self.weights
         sizes = [
@@ -131,9 +126,7 @@ class Sizing:
 
 
 def min_slots(config: KVCacheManagerConfig, life_cycles: Sequence[LifeCycle]) -> list[int]:
-    """Return the floor per life cycle: one sequence, and every constraint batch scaled by
-    max_util_for_resume.
-    """
+    """Return the floor per life cycle: one sequence, and every constraint batch divided by the ratio."""
     tokens_per_block = config.tokens_per_block
     floors = _default_floor(life_cycles, tokens_per_block)
     for batch in config.constraints:
@@ -196,9 +189,7 @@ def slots_in(num_grains: int, slot_sizes: Sequence[int], grain: int) -> int:
 
 
 def usable_quota_bytes(quota_bytes: int, grain: int, sizing: Sizing) -> int:
-    """Return the bytes really used: the quota rounded UP to grains, or what the floors need if that is
-    more.
-    """
+    """Return the bytes really used: the quota rounded UP to grains, or what the floors need if more."""
     floor_grains = sum(
         grains_of(floor, pools, grain) for floor, pools in zip(sizing.floors, sizing.slot_sizes, strict=True)
     )
@@ -300,8 +291,6 @@ def split_tier(
 
 
 def split_gpu_quota(config: KVCacheManagerConfig, quota_bytes: int | None = None) -> TierSplit:
-    """Return the GPU split of `config`, or of the same model with another quota. Needs no memory and no
-    torch.
-    """
+    """Return the GPU split of `config`, or of the same model with another quota."""
     quota = config.cache_tiers[0].quota if quota_bytes is None else quota_bytes
     return split_tier(CacheTier.GPU_MEM, quota, make_sizing(config))

@@ -48,9 +48,7 @@ class RatioTracker:
             self._target = tuple(average / total for average in self._averages)
 
     def needs_adjustment(self, current: Sequence[float]) -> bool:
-        """Return whether some share is off by more than the threshold, with enough samples and time behind
-        it.
-        """
+        """Return whether a share is off by more than the threshold, after enough samples and time."""
         config = self._config
         if self._target is None or self.num_samples < config.rebalance_min_sampled_kv_caches:
             return False

@@ -299,9 +299,7 @@ class ReuseTree:
             stack.extend(block.iter_children())
 
     def _snapshot_prefix(self, page: Page, block: Block) -> bytes | None:
-        """Return the block's leading tokens up to a snapshot inside it; None for other pages and at its
-        end.
-        """
+        """Return the block's leading tokens up to a snapshot inside it, None for any other page."""
         if not isinstance(page, SnapshotPage):
             return None
         offset = page.num_tokens % self.tokens_per_block

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of what the cache did. All only ever grow; an iteration's figures are differences between two
-readings.
-"""
+"""Counters of what the cache did. They only grow; an iteration's figures are differences of two readings."""
 
 from dataclasses import dataclass, field, fields, replace
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the literal model's rules from a seed: `python -m tests.unittest.kv_cache_manager_v2.drive --steps N
---seed S`.
+"""Run the literal model's rules from a seed:
+
+    python -m tests.unittest.kv_cache_manager_v2.drive --steps N --seed S
 
 Each episode takes the next variant, runs a few hundred random rules, one in eight of them with an injected
 failure, checks everything after each, and ends with all memory free.

@@ -195,9 +195,7 @@ class Request:
         self.hashes = rolling_hashes(self.tokens)
 
     def continue_text(self, *, noise: bool) -> None:
-        """Append the token that the text so far determines, so that equal prefixes go on equally; or
-        another.
-        """
+        """Append the token that the text so far determines (equal prefixes go on equally), or another."""
         last = self.hashes[-1] if self.hashes else 0
         self.tokens.append((last + noise) % 2)
         self.hashes += rolling_hashes(self.tokens[-1:], last)
@@ -224,9 +222,7 @@ class Machine:
     # Rules. `pick` arguments are any non-negative integers.
 
     def create(self, scope: Hashable, tokens: Sequence[int]) -> None:
-        """Open a cache for a prompt; what is reused must be a prefix that was offered, with a token to
-        spare.
-        """
+        """Open a cache for a prompt; what is reused must have been offered, with a token to spare."""
         if len(self.requests) >= MAX_OPEN_CACHES or not tokens:
             return
         callback = self._priority if self.variant.has_priorities else None

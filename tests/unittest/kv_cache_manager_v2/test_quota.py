@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quota split: every number that it decides for Kimi K3, and its rules one by one. No memory, no
-torch.
-"""
+"""The quota split: every number that it decides for Kimi K3, and its rules one by one."""
 
 import subprocess
 import sys

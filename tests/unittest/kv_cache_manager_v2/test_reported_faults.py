@@ -115,9 +115,7 @@ def test_trt_13151_every_resident_and_dummy_gets_its_own_slot(floor: int, max_ut
 
 
 def test_trt_18253_resume_is_not_vetoed_by_a_full_ssm_pool() -> None:
-    """A pool of states is full whenever the batch is complete; only pools that grow with tokens need
-    headroom.
-    """
+    """A pool of states is full when the batch is complete; only pools that grow need headroom."""
     manager = make_manager([attention(), ssm()], num_grains=4, num_states=8, max_util_for_resume=0.5)
     total = slots(manager)[1][2]
     caches = [manager.create_kv_cache(id=index) for index in range(total)]
@@ -273,9 +271,7 @@ def test_vllm_55600_blocks_are_counted_in_the_blocks_own_size(
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5])
 def test_vllm_56196_a_short_chunk_behind_a_prefix_writes_only_its_own_slots(chunk: int) -> None:
-    """Every slot that the tree offers is bit-identical after others computed `chunk` tokens behind the
-    prefix.
-    """
+    """What the tree offers is bit-identical after others computed `chunk` tokens behind the prefix."""
     manager = make_manager([attention(), ssm()], num_grains=3, num_states=4)
     owner = run_prompt(manager, TEXT[:6])
     pages_view(manager)[list(owner.get_base_page_indices(ATTENTION))] = torch.tensor([11, 22])
@@ -390,9 +386,7 @@ def test_trt_14524_a_quota_below_the_floors_is_raised_and_an_impossible_split_is
 
 
 def test_vllm_40691_slot_counts_are_conserved_in_every_state() -> None:
-    """free + evictable + unavailable = total, per pool group and level, whatever is open, parked or
-    cached.
-    """
+    """free + evictable + unavailable = total, whatever is open, parked or cached."""
     manager = make_manager([attention(), ssm()], num_grains=2, num_states=3, num_host_pages=20)
     rng = random.Random(40691)
     caches: list[_KVCache] = []

@@ -52,9 +52,7 @@ class Trace:
                 known[other] = max(known.get(other, 0), tick)
 
     def use(self, stream: int, pool: Pool, slot: int, *, writes: bool) -> None:
-        """`stream` works on a slot now: other streams' writes, and before a write their reads, must be
-        behind it.
-        """
+        """`stream` works on a slot: others' writes (before a write, their reads too) must be behind it."""
         history = self.uses.setdefault((id(pool), slot), {})
         for (other, has_written), tick in history.items():
             if other != stream and (writes or has_written):
