@@ -67,8 +67,8 @@ class BlockTables:
     ) -> list[list[Page]] | None:
         """Return held and locked pages, None without room.
 
-        Pages that become stale serve again: private ones first, then, only when room is lacking, those that the
-        reuse tree offers.
+        Pages that become stale serve again: private ones first, then, only when room is lacking, those
+        that the reuse tree offers.
         """
         private: dict[LifeCycleId, list[int]] = {}
         shared: dict[LifeCycleId, list[int]] = {}

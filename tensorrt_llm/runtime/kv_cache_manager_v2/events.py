@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from ._types import CacheLevel, LayerGroupId, Priority
 from .errors import MisuseError
-from .page import Page
+from .page import Page, SnapshotPage
 from .reuse_tree import Block, RootBlock, unpack_tokens
 
 
@@ -107,7 +107,7 @@ class KVCacheEventManager:
             tokens=tuple(unpack_tokens(block.tokens)),
             level=page.level,
             priority=page.priority,
-            snapshot_tokens=getattr(page, "num_tokens", None),
+            snapshot_tokens=page.num_tokens if isinstance(page, SnapshotPage) else None,
         )
         self._append(data, page.life_cycle)
 

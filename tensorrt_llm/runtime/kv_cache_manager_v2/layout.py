@@ -14,7 +14,6 @@ pools.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ._math import cdiv
 from ._types import LayerId, LifeCycleId, PoolGroupIndex, PoolIndex
 from .config import AttentionLayerConfig, LayerConfig
 from .errors import MisuseError
@@ -175,8 +174,3 @@ def build_layout(
     }
     group_of = tuple(owner_of[life_cycle] for life_cycle, _ in registry.items())
     return StorageLayout(pool_groups=pool_groups, group_of=group_of, buffers=buffers)
-
-
-def num_slots_of_bound(upper_bound: int, scale: int) -> int:
-    """Return the slot count behind a page index upper bound (facts: rows = ceil(upper bound / scale))."""
-    return cdiv(upper_bound, scale)

@@ -88,7 +88,7 @@ class KVCacheManager:
         )
         self._ratios = RatioTracker(config, [group.slot_bytes for group in groups], clock)
         self._growing_groups = {self._layout.group_of[index] for index, _ in self.life_cycles.attention}
-        self._caches: dict[int, _KVCache] = {}
+        self._caches: dict[_KVCache, None] = {}
         self._is_open = True
         if event_manager is not None:
             num_slots = [[store.allocator.num_slots for store in level] for level in self.storage.levels]
@@ -154,7 +154,7 @@ class KVCacheManager:
                 cache.request_stats.reused_blocks += counts.reused_blocks
                 cache.request_stats.missed_blocks += counts.missed_blocks
             cache.adopt_match(match, packed, lookup)
-        self._caches[object_id(cache)] = cache
+        self._caches[cache] = None
         return cache
 
     def probe_reuse(
@@ -197,7 +197,7 @@ class KVCacheManager:
 
     def forget(self, cache: _KVCache) -> None:
         """Called by a cache that closes, while it still holds its pages."""
-        del self._caches[object_id(cache)]
+        del self._caches[cache]
         num_slots = [0] * len(self._layout.pool_groups)
         for page in cache.iter_holds():
             num_slots[self._layout.group_of[page.life_cycle]] += 1
@@ -289,7 +289,7 @@ class KVCacheManager:
         False when there is nothing to go by, or open caches do not fit; the shares then stay.
         """
         self._require_open()
-        active = [cache.id for cache in self._caches.values() if cache.is_active]
+        active = [cache.id for cache in self._caches if cache.is_active]
         if active:
             raise ResourceBusyError(f"adjust() while caches {active[:8]} are active; suspend them first")
         self._ratios.update_target()
@@ -405,7 +405,7 @@ class KVCacheManager:
 
     def check_integrity(self) -> None:
         """Raise LogicError unless free + owned = total and all holders, locks, queues and offers add up."""
-        check_storage(self.storage, list(self._caches.values()))
+        check_storage(self.storage, list(self._caches))
         check_tree(self.storage, self.tree)
 
     def _checked(self, level: CacheLevel) -> CacheLevel:
@@ -420,7 +420,7 @@ class KVCacheManager:
 
     def _require_no_open_cache(self, call: str) -> None:
         if self._caches:
-            names = [cache.id for cache in self._caches.values()]
+            names = [cache.id for cache in self._caches]
             raise ResourceBusyError(
                 f"{call}() while {len(names)} caches are open ({names[:8]}); close them first"
             )
@@ -445,6 +445,3 @@ class _StatsAndEvents:
 
     def on_dropped(self, page: Page) -> None:
         self._stats.on_dropped(page)
-
-
-object_id = id
