@@ -19,6 +19,7 @@ from ._types import (
     MemAddress,
     PageIndexMode,
 )
+from .backends import make_backend
 from .cache import _KVCache
 from .committer import PriorityCallback
 from .config import BatchDesc, KVCacheDesc, KVCacheManagerConfig
@@ -29,7 +30,6 @@ from .layout import BufferAttr, PageIndexConverter, PoolGroupDesc, build_layout
 from .life_cycle import AttnLifeCycle, LifeCycleRegistry
 from .matching import PrefixMatch, PrefixMatcher
 from .page import Page
-from .pools import make_backend
 from .quota import batch_slots, split_tier
 from .rebalance import RatioTracker
 from .reuse_tree import ReuseTree, SilentTreeListener, pack_tokens

@@ -225,15 +225,3 @@ def make_cold_or_cpu_pool(
 def close_pools(pools: Sequence[Pool]) -> None:
     for pool in pools:
         pool.close()
-
-
-def make_backend(device: torch.device) -> MemoryBackend:
-    """Return the backend of a device. MisuseError for a device that is not there."""
-    if device.type == "cpu":
-        return CpuBackend()
-    if device.type == "cuda" and torch.cuda.is_available():
-        # Needs cuda-bindings and a GPU, so it loads only where both are asked for.
-        from .cuda_pools import CudaBackend
-
-        return CudaBackend(device)
-    raise MisuseError(f"device is {device}; use 'cpu', or 'cuda' on a machine with a working GPU")

@@ -16,7 +16,8 @@ from tensorrt_llm.runtime.kv_cache_manager_v2 import (
     MisuseError,
     SlotId,
 )
-from tensorrt_llm.runtime.kv_cache_manager_v2.pools import CpuPool, DiskPool, make_backend, total_host_bytes
+from tensorrt_llm.runtime.kv_cache_manager_v2.backends import make_backend
+from tensorrt_llm.runtime.kv_cache_manager_v2.pools import CpuPool, DiskPool, total_host_bytes
 from tests.unittest.kv_cache_manager_v2.builders import MIB, attention, make_config, make_manager, ssm
 
 
