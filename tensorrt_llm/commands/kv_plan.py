@@ -206,7 +206,7 @@ def _sweep(
     if outputs.csv is not None:
         _write(outputs.csv, sweeping.as_csv(axes, points))
     if outputs.svg is not None:
-        _write(outputs.svg, sweep_picture(model, axes, points))
+        _write(outputs.svg, sweep_picture(model, request, axes, points))
 
 
 def _with_nearest(model: PlannedModel, request: PlanRequest, schemes: Sequence[str], message: str) -> str:

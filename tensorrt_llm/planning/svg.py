@@ -2,7 +2,7 @@
 """Pictures of plans: the quota's split for several schemes side by side. Plain SVG, light and dark."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
 from tensorrt_llm.planning.models import PlannedModel
@@ -101,10 +101,8 @@ def split_picture(model: PlannedModel, request: PlanRequest, plans: Sequence[Sch
     """What the quota is spent on and what lies beside it, one bar per scheme on one scale."""
     scale = (_BAR_WIDTH - _QUOTA_GAP) / longest_bar_bytes(plans)
     bottom = _TOP + len(plans) * _ROW_HEIGHT
-    elements = [
-        text(MARGIN, 54, _subtitle(request), "faint"),
-        *_axis(longest_bar_bytes(plans), scale, bottom),
-    ]
+    subtitle = f"{facts(request)}. The quota ends at the line; what is lighter lies beside it."
+    elements = [text(MARGIN, 54, subtitle, "faint"), *_axis(longest_bar_bytes(plans), scale, bottom)]
     for row, plan in enumerate(plans):
         elements += _scheme_row(plan, _TOP + row * _ROW_HEIGHT, scale)
     legend, height = _legend(used((*INSIDE, *BESIDE), plans), bottom + 52)
@@ -112,16 +110,19 @@ def split_picture(model: PlannedModel, request: PlanRequest, plans: Sequence[Sch
     return document(height, title, [*elements, *legend])
 
 
-def _subtitle(request: PlanRequest) -> str:
-    memory = (
-        f"A GPU of {human(request.gpu.total_bytes)}"
-        if request.gpu is not None
-        else f"A quota of {human(request.gpu_quota_bytes or 0)}"
-    )
-    return (
-        f"{memory}, tp {request.tp}, {request.drafts} drafts, batch {request.max_batch_size}, sequences of "
-        f"{request.max_seq_len:,} tokens. The quota ends at the line; what is lighter lies beside it."
-    )
+def facts(request: PlanRequest, swept: Collection[str] = ()) -> str:
+    """What a picture holds for: the memory, and the request's numbers that are not `swept`."""
+    gpu, quota = request.gpu, request.gpu_quota_bytes
+    memory = f"A quota of {human(quota or 0)}" if gpu is None else f"A GPU of {human(gpu.total_bytes)}"
+    numbers = {
+        "tp": f"tp {request.tp}",
+        "pp": f"pp {request.pp}" if request.pp > 1 else "",
+        "drafts": f"{request.drafts} drafts",
+        "max_batch_size": f"batch {request.max_batch_size}",
+        "max_seq_len": f"sequences of {request.max_seq_len:,} tokens",
+    }
+    kept = [words for name, words in numbers.items() if words and name not in swept]
+    return ", ".join([memory, *kept])
 
 
 def _scheme_row(plan: SchemePlan, top: float, scale: float) -> list[str]:

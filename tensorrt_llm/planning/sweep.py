@@ -23,7 +23,7 @@ FIELD_OF_AXIS = {
     "page": "tokens_per_block",
 }
 MOST_PLANS = 20_000
-_VALUE = re.compile(r"(-?\d+)(?:\.\.(-?\d+))?")
+_VALUE = re.compile(r"(-?\d+)(?:\.\.(-?\d+)(?:\.\.(\d+))?)?")
 _EXAMPLE = "such as tp=8,16,32 or batch=1..64"
 
 
@@ -51,7 +51,7 @@ def is_axis(word: str) -> bool:
 
 
 def parse_axes(words: Sequence[str]) -> tuple[Axis, ...]:
-    """Axes from words `name=value,value,first..last`, ends included. ValueError for a malformed one."""
+    """Axes from words `name=value,first..last,first..last..step`, ends included. ValueError for others."""
     axes = tuple(_parse_axis(word) for word in " ".join(words).split())
     if not axes:
         raise ValueError(f"--sweep needs at least one axis, {_EXAMPLE}")
@@ -76,10 +76,10 @@ def _parse_values(name: str, piece: str) -> range:
     match = _VALUE.fullmatch(piece)
     if match is None:
         raise ValueError(f"--sweep {name}: {piece!r} is neither a number nor a range, {_EXAMPLE}")
-    first, last = int(match[1]), int(match[2] or match[1])
-    if last < first:
-        raise ValueError(f"--sweep {name}: the range {piece} is empty; its first number must be the smaller")
-    return range(first, last + 1)
+    first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+    if last < first or step < 1:
+        raise ValueError(f"--sweep {name}: the range {piece} is empty; it goes upwards, {_EXAMPLE}")
+    return range(first, last + 1, step)
 
 
 def run_sweep(

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tensorrt_llm.planning.models import PlannedModel
-from tensorrt_llm.planning.svg import MARGIN, WIDTH, document, line, nice_step, text
-from tensorrt_llm.planning.sweep import Axis, Point, row_axis
+from tensorrt_llm.planning.request import PlanRequest
+from tensorrt_llm.planning.svg import MARGIN, WIDTH, document, facts, line, nice_step, text
+from tensorrt_llm.planning.sweep import FIELD_OF_AXIS, Axis, Point, row_axis
 
 _SCHEME_COLOURS = {"records": "#d9822b", "replay": "#8e5bb5", "intermediate": "#c2413b"}
 _COLOURS = ("#2f6fb2", "#d9822b", "#1d8a7a", "#8e5bb5", "#c2413b", "#7b8794")
@@ -55,17 +56,14 @@ _Key = tuple[str, tuple[int, ...]]
 """A line: its scheme, and its values of the axes that have neither the abscissa nor a panel."""
 
 
-def sweep_picture(model: PlannedModel, axes: Sequence[Axis], points: Sequence[Point]) -> str:
-    """Small panels on one scale. Raises ValueError where no point fits."""
+def sweep_picture(
+    model: PlannedModel, request: PlanRequest, axes: Sequence[Axis], points: Sequence[Point]
+) -> str:
+    """Small panels on one scale; `request` is what the points have in common. ValueError where none fits."""
     along = row_axis(axes)
     panel = _panel_axis(axes, along)
     inner = [axis for axis in axes if axis not in (along, panel)]
-    most = max((point.plan.attention_tokens for point in points if point.plan), default=0)
-    if not most:
-        raise ValueError("no configuration of the sweep fits, so there is nothing to draw")
-    step = nice_step(most, _MOST_Y_TICKS)
-    most = math.ceil(math.ceil(most / step) * step)
-    looks = _looks(points, inner)
+    most, looks = _top_of_scale(points), _looks(points, inner)
     values = (None,) if panel is None else panel.values
     elements: list[str] = []
     for i, value in enumerate(values):
@@ -77,10 +75,20 @@ def sweep_picture(model: PlannedModel, axes: Sequence[Axis], points: Sequence[Po
         elements += _lines(frame, along, inner, chosen, looks)
     bottom = _TOP + math.ceil(len(values) / _PANELS_PER_ROW) * _PANEL_PITCH
     legend, height = _legend(looks, inner, bottom)
-    subtitle = text(
-        MARGIN, 54, f"Tokens in attention pages over {along.name}; a line ends where nothing fits.", "faint"
+    subtitle = (
+        f"{facts(request, [FIELD_OF_AXIS[axis.name] for axis in axes])}. A line ends where nothing fits."
     )
-    return document(height, f"{model.name}: capacity of the cache", [subtitle, *elements, *legend])
+    title = f"{model.name}: tokens in attention pages over {along.name}"
+    return document(height, title, [text(MARGIN, 54, subtitle, "faint"), *elements, *legend])
+
+
+def _top_of_scale(points: Sequence[Point]) -> int:
+    """The most tokens of any point, rounded up to the next line."""
+    most = max((point.plan.attention_tokens for point in points if point.plan), default=0)
+    if not most:
+        raise ValueError("no configuration of the sweep fits, so there is nothing to draw")
+    step = nice_step(most, _MOST_Y_TICKS)
+    return math.ceil(math.ceil(most / step) * step)
 
 
 def _panel_axis(axes: Sequence[Axis], along: Axis) -> Axis | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
+from tensorrt_llm import logger
 from tensorrt_llm.commands import kv_plan
 from tensorrt_llm.planning.models import PlannedModel, find_model
 from tensorrt_llm.planning.request import GpuMemory, PlanRequest
@@ -116,5 +117,9 @@ def gpu(total_bytes: int, free_fraction: float = 0.9, workspace_bytes: int = MIB
 
 
 def run(*words: object) -> Result:
-    """`trtllm-kv-plan` with these words."""
-    return CliRunner().invoke(kv_plan.main, [str(word) for word in words])
+    """`trtllm-kv-plan` with these words; the level of the log, which it changes, is put back."""
+    level = logger.level
+    try:
+        return CliRunner().invoke(kv_plan.main, [str(word) for word in words])
+    finally:
+        logger.set_level(level)

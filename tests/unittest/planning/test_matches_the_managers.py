@@ -88,24 +88,36 @@ def warnings_of(logger_name: str) -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
+MOST_SIDE_BYTES = 16 * MIB
+"""Zeroing more than this beside the pools only takes time; pools cost nothing until they are touched."""
+
+
+def planned(model: PlannedModel, request: PlanRequest, scheme: str) -> SchemePlan | str:
+    """The plan, or why there is none."""
+    try:
+        return plan_unfitted(model, request, scheme)
+    except ValueError as error:
+        return str(error)
+
+
 def test_200_random_configurations(tmp_path: Path) -> None:
     """Of those that are refused or too long, the message is the runtime's."""
     rng, compared, refused, reduced = random.Random(6), 0, 0, 0
     models = random_models(rng, tmp_path)
     while compared < 200:
-        model, request = rng.choice(models), random_request(rng)
-        scheme = rng.choice(SCHEME_NAMES)
-        cache = request.cache_plan(model, scheme, 0)
+        model, request, scheme = rng.choice(models), random_request(rng), rng.choice(SCHEME_NAMES)
+        plan = planned(model, request, scheme)
+        if isinstance(plan, SchemePlan) and plan.outside_quota_bytes > MOST_SIDE_BYTES:
+            continue
         with warnings_of("tensorrt_llm") as warnings:
             try:
-                manager = build(cache)
+                manager = build(request.cache_plan(model, scheme, 0))
             except ValueError as error:
-                with pytest.raises(ValueError) as planned:
-                    plan_unfitted(model, request, scheme)
-                assert str(planned.value) == str(error)
+                assert plan == str(error)
                 refused += 1
                 continue
-        assert_planned(plan_unfitted(model, request, scheme), manager)
+        assert isinstance(plan, SchemePlan), plan
+        assert_planned(plan, manager)
         compared += 1
         if manager.max_seq_len < request.max_seq_len:
             with pytest.raises(ValueError) as too_long:
@@ -163,11 +175,14 @@ def test_random_gpus(tmp_path: Path) -> None:
         memory = gpu(rng.randrange(6 * MIB, 20 * MIB), rng.choice((0.5, 0.9, 1.0)))
         request = random_request(rng, gpu_quota_bytes=None, gpu=memory, block_reuse=False)
         scheme = rng.choice(SCHEME_NAMES)
+        plan = planned(model, request, scheme)
+        if isinstance(plan, SchemePlan) and plan.outside_quota_bytes > MOST_SIDE_BYTES:
+            continue
         try:
             manager = create_for_real(model, request, scheme)
         except ValueError:
             continue
-        plan = plan_unfitted(model, request, scheme)
+        assert isinstance(plan, SchemePlan), plan
         assert_planned(plan, manager)
         assert plan.quota_bytes == manager.impl.get_quota() + plan.records_bytes or not plan.is_at_live_floor
         manager.shutdown()

@@ -10,6 +10,7 @@ import pytest
 from tensorrt_llm.planning.models import PlannedModel, find_model
 from tensorrt_llm.planning.plan import SCHEME_NAMES, plan_scheme, plan_unfitted
 from tensorrt_llm.planning.request import GpuMemory, PlanRequest
+from tensorrt_llm.planning.sizes_only import size_cache
 from tests.unittest.planning.helpers import GIB, MIB, gpu, layers, small_model
 
 
@@ -114,11 +115,11 @@ def test_the_tightest_stage_is_described(tmp_path: Path) -> None:
 
 def test_a_stage_without_kda_layers_keeps_no_slots(tmp_path: Path) -> None:
     model = small_model(tmp_path, linear_attn_config=layers(kda=(4, 5), attention=(1, 2, 3, 6)))
-    request = PlanRequest(pp=2, max_seq_len=50_000, gpu_quota_bytes=16 * MIB, drafts=2)
-    plan = plan_scheme(model, request, "replay")
-    assert (plan.stage, plan.num_kda_layers) == (0, 0)
-    assert (plan.slots_kept, plan.ssm_slots, plan.outside_quota_bytes) == (0, 0, 0)
-    assert plan.state_bytes_per_slot == plan.replay_cache_bytes_per_slot == 0
+    request = PlanRequest(pp=2, max_seq_len=64, gpu_quota_bytes=16 * MIB)
+    attention, hybrid = (size_cache(request.cache_plan(model, "records", stage), None, 0) for stage in (0, 1))
+    assert (attention.num_state_slots, attention.side_bytes) == (0, 0)
+    assert attention.num_attention_pages > 0 and hybrid.num_state_slots >= 17
+    assert plan_scheme(model, request, "records").stage == 1
 
 
 def test_a_sequence_that_all_pages_do_not_hold(tmp_path: Path) -> None:
