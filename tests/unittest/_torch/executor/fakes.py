@@ -132,6 +132,8 @@ class FakeCache:
         self.num_suspended += 1
         slot, pages = self._slots[request_id], self._pages[request_id]
         if req.in_generation:
+            needed = -(-self._history[request_id] // self.tokens_per_page)
+            assert len(pages) == needed, "a round that does not run keeps its room"
             for draft in self.drafts[slot][: max(self.count[slot], 0)]:
                 self.state[slot] = extend_hash(self.state[slot], draft)
             self.count[slot] = 0

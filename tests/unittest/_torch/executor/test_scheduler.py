@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensorrt_llm._torch.modules.metadata import PREFILL_ALIGNMENT_TOKENS
-from tensorrt_llm._torch.pyexecutor.capacity_policy import GuaranteedNoEvict
+from tensorrt_llm._torch.pyexecutor.capacity_policy import GuaranteedNoEvict, MaxUtilization
 from tensorrt_llm._torch.pyexecutor.limits import SchedulerLimits
 from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest, LlmRequestState
 from tensorrt_llm._torch.pyexecutor.scheduler import (
@@ -75,7 +75,9 @@ def test_what_is_read_again_may_be_longer_than_a_step() -> None:
     req.max_new_tokens = 200
     for token in range(116):
         req.append_output(token)
+    req.py_draft_tokens = [1, 2]
     req.restart()
+    assert req.py_draft_tokens == [], "they belong to a round that does not run"
     assert (req.context_len, req.prompt_len, req.num_generated) == (120, 4, 116)
     assert smallest_chunk(req, limits) == 64
     assert [step.num_tokens for step in plan_chunks([req], 100, limits)] == [64]
@@ -204,3 +206,22 @@ def test_generations_run_when_the_prompt_they_made_room_for_cannot() -> None:
     cache.refuse = lambda req: False
     batch = scheduler.schedule(2)
     assert [req.py_request_id for req in batch.context_requests] == [1]
+
+
+def test_a_step_whose_requests_all_gave_way_is_planned_again() -> None:
+    cache = FakeCache(num_pages=200, num_slots=20)
+    limits = make_limits(cache, max_num_tokens=72, tokens_per_gen_step=8)
+    scheduler = Scheduler(limits, cache, MaxUtilization(offloads=True))
+    for i in range(20):
+        scheduler.enqueue(waiting_request(i, 3, 50))
+    assert scheduler.admit() == 20
+    batch = scheduler.schedule(0)
+    cache.prepare_resources(batch)
+    cache.update_context_resources(batch)
+    for req in batch.context_requests:
+        req.advance_context()
+    assert [req.py_request_id for req in scheduler.schedule(1).generation_requests] == [*range(9)]
+    cache.refuse = lambda req: req.py_request_id >= 9
+    batch = scheduler.schedule(2)
+    assert [req.py_request_id for req in batch.generation_requests] == [*range(9)]
+    assert [req.py_request_id for req in scheduler.paused] == [*reversed(range(9, 20))]
