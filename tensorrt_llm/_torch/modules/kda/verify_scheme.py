@@ -94,17 +94,28 @@ class KdaLayerCache(Protocol):
     first), prev_num_accepted_tokens int32 [N] (P, shared by all layers), kda_conv_q/k/v fp32 [N, D, W-1+M].
     """
 
-    conv: Tensor
-    temporal: Tensor
-    prev_num_accepted_tokens: Any
-    kda_conv_q: Any
-    kda_conv_k: Any
-    kda_conv_v: Any
-    kda_state_tok: Any
-    kda_qkg_cache: Any
-    kda_v_cache: Any
-    kda_beta_cache: Any
-    intermediate_ssm: Any
+    @property
+    def conv(self) -> Tensor: ...
+    @property
+    def temporal(self) -> Tensor: ...
+    @property
+    def prev_num_accepted_tokens(self) -> Any: ...
+    @property
+    def kda_conv_q(self) -> Any: ...
+    @property
+    def kda_conv_k(self) -> Any: ...
+    @property
+    def kda_conv_v(self) -> Any: ...
+    @property
+    def kda_state_tok(self) -> Any: ...
+    @property
+    def kda_qkg_cache(self) -> Any: ...
+    @property
+    def kda_v_cache(self) -> Any: ...
+    @property
+    def kda_beta_cache(self) -> Any: ...
+    @property
+    def intermediate_ssm(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,14 +7,13 @@ local recurrent layers, slots of the state pool.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, cast, overload
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
 
 from tensorrt_llm._torch.modules.kda.verify_scheme import (
     KdaGeometry,
-    KdaLayerCache,
     SlotBuffer,
     VerifyScheme,
 )
@@ -141,7 +140,7 @@ class SlotBuffers:
         index = self._index(slots)
         counts: list[int] = self.num_accepted[index].clamp(0, self.geometry.num_spec).tolist()
         for layer in self._layers:
-            self.scheme.commit(_as_cache(layer), slots, counts)
+            self.scheme.commit(layer, slots, counts)
         self.num_accepted.index_fill_(0, index, 0)
 
     def record_acceptance(self, slots: Sequence[int] | Tensor, num_drafts: Tensor) -> None:
@@ -154,7 +153,7 @@ class SlotBuffers:
         counts = num_drafts.to(self.num_accepted).clamp(0, self.geometry.num_spec)
         self.num_accepted[index] = counts
         on_host, slots_on_host = _LateHostCopy(counts), _LateHostCopy(index)
-        if all([self.scheme.promote(_as_cache(layer), slots_on_host, on_host) for layer in self._layers]):
+        if all([self.scheme.promote(layer, slots_on_host, on_host) for layer in self._layers]):
             self.num_accepted.index_fill_(0, index, 0)
 
     def _index(self, slots: Sequence[int]) -> Tensor:
@@ -163,12 +162,6 @@ class SlotBuffers:
             self._last_slots = list(slots)
             self._last_index = index_tensor(slots, self.num_accepted.device)
         return self._last_index
-
-
-def _as_cache(layer: SpeculativeState) -> KdaLayerCache:
-    # The protocol's attributes are variables, the view's are read-only; a scheme writes into the tensors
-    # alone.
-    return cast(KdaLayerCache, layer)
 
 
 class HasSideBuffers(Protocol):
