@@ -333,11 +333,12 @@ class _KVCache:
         self._require(CacheStatus.ACTIVE, "resize")
         new_capacity = self._capacity if capacity is None else capacity
         new_history = self._history_length if history_length is None else history_length
-        if new_history < self._history_length or new_capacity < new_history:
+        is_whole = isinstance(new_capacity, int) and isinstance(new_history, int)
+        if not is_whole or new_history < self._history_length or new_capacity < new_history:
             raise MisuseError(
                 f"resize(capacity={capacity}, history_length={history_length}) of {self._id!r}, now at "
-                f"capacity {self._capacity} and history {self._history_length}: history must neither "
-                "decrease nor exceed the capacity"
+                f"capacity {self._capacity} and history {self._history_length}: lengths are whole tokens, "
+                "and history must neither decrease nor exceed the capacity"
             )
         num_blocks, old_num_blocks = cdiv(new_capacity, self._manager.tokens_per_block), self.num_blocks
         if num_blocks > old_num_blocks:

@@ -18,7 +18,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _require_positive(name: str, value: int) -> None:
-    _require(value > 0, f"{name} is {value}; give a positive number")
+    _require(isinstance(value, int) and value > 0, f"{name} is {value!r}; give a positive whole number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +153,11 @@ class KVCacheDesc:
 
     def __post_init__(self) -> None:
         _require(
-            0 <= self.history_length <= self.capacity <= MAX_CAPACITY_TOKENS,
+            isinstance(self.capacity, int)
+            and isinstance(self.history_length, int)
+            and 0 <= self.history_length <= self.capacity <= MAX_CAPACITY_TOKENS,
             f"KVCacheDesc(capacity={self.capacity}, history_length={self.history_length}) breaks "
-            f"0 <= history_length <= capacity <= {MAX_CAPACITY_TOKENS}",
+            f"0 <= history_length <= capacity <= {MAX_CAPACITY_TOKENS} in whole tokens",
         )
 
 

@@ -104,7 +104,7 @@ def test_resize_beyond_the_pool_returns_false_and_changes_nothing(manager: KVCac
     cache.close()
 
 
-@pytest.mark.parametrize(("capacity", "history"), [(None, 1), (8, 9), (4, None), (None, 17)])
+@pytest.mark.parametrize(("capacity", "history"), [(None, 1), (8, 9), (4, None), (None, 17), (20.5, None)])
 def test_contradictory_lengths_are_refused(
     manager: KVCacheManager, capacity: int | None, history: int | None
 ) -> None:

@@ -39,6 +39,8 @@ def config(**changes: object) -> KVCacheManagerConfig:
 
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "quota": (lambda: GpuCacheTierConfig(0), r"quota is 0; give a positive"),
+    "quota_in_gib": (lambda: GpuCacheTierConfig(13.2), r"quota is 13.2; give a positive whole number"),  # type: ignore[arg-type]
+    "capacity_fraction": (lambda: KVCacheDesc(1.5, 0), r"capacity=1.5.*in whole tokens"),  # type: ignore[arg-type]
     "host_quota": (lambda: HostCacheTierConfig(-1), r"quota is -1"),
     "disk_path": (lambda: DiskCacheTierConfig(1, ""), r"path is empty; name an existing directory"),
     "buffer_size": (lambda: BufferConfig("key", 0), r"size of 'key' is 0"),
