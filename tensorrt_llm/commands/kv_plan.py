@@ -43,18 +43,18 @@ class _PlanCommand(click.Command):
 
 
 class _Size(click.ParamType):
-    """An amount of memory such as 15.35GiB, in bytes."""
+    """An amount of memory such as 15.35GiB, in bytes; `least` is 1, or 0 where nothing is an amount too."""
 
     name = "size"
 
+    def __init__(self, least: int = 1) -> None:
+        self._least = least
+
     def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
-            return parse_bytes(str(value))
+            return parse_bytes(str(value), least=self._least)
         except ValueError as error:
             self.fail(str(error), param, ctx)
-
-
-SIZE = _Size()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +77,15 @@ class _Outputs:
 @click.option("--tokens-per-block", default=64, help="Tokens of an attention page.")
 @click.option("--max-util", default=0.95, help="Share of the pools in use up to which a request resumes.")
 @click.option("--max-tokens", type=int, help="Attention tokens to hold; may lower the quota.")
-@click.option("--gpu-quota", type=SIZE, help="The cache's quota itself, such as 15.35GiB.")
-@click.option("--gpu-memory", type=SIZE, help="Or a GPU's memory, less weights and workspace.")
+@click.option("--gpu-quota", type=_Size(), help="The cache's quota itself, such as 15.35GiB.")
+@click.option("--gpu-memory", type=_Size(), help="Or a GPU's memory, less weights and workspace.")
 @click.option("--free-fraction", default=0.9, help="With --gpu-memory: share of the rest for the cache.")
-@click.option("--workspace", type=SIZE, default="4GB", help="With --gpu-memory: activations and the like.")
-@click.option("--scheme", type=click.Choice([*SCHEME_NAMES, "all"]), default="all", help="Undoing of drafts.")
+@click.option(
+    "--workspace", type=_Size(0), default="4GB", help="With --gpu-memory: activations and the like."
+)
+@click.option(
+    "--scheme", type=click.Choice([*SCHEME_NAMES, "all"]), default="all", help="How drafts are undone."
+)
 @click.option("--block-reuse", is_flag=True, help="Reuse caches between requests with a common start.")
 @click.option(
     "--sweep",

@@ -13,8 +13,8 @@ _SIZE = re.compile(r"\s*(-?\d+(?:\.\d+)?|-?\.\d+)\s*([^\W\d]*)\s*")
 _EXAMPLE = "such as 15.35GiB or 180GB"
 
 
-def parse_bytes(text: str) -> int:
-    """Whole bytes of an amount of memory; a number alone is bytes. ValueError unless it is a positive amount.
+def parse_bytes(text: str, *, least: int = 1) -> int:
+    """Whole bytes of an amount of memory; a number alone is bytes. ValueError for fewer than `least`, 1 or 0.
 
     Units are B, KB..TB (powers of 1000) and KiB..TiB (powers of 1024), in upper or lower case.
     """
@@ -26,7 +26,7 @@ def parse_bytes(text: str) -> int:
     if factor is None:
         raise ValueError(f"{text!r} has the unknown unit {unit!r}: use one of {', '.join(_UNITS_BYTES)}")
     size = int(Decimal(number) * factor)
-    if size < 1:
+    if size < least:
         raise ValueError(f"{text!r} is {size} bytes: give a positive amount of memory, {_EXAMPLE}")
     return size
 

@@ -69,6 +69,8 @@ def test_quota_from_a_gpu() -> None:
         "kimi-k3", "--tp", 16, "--gpu-memory", "141GB", "--workspace", "6GB", "--free-fraction", 0.8, "--json"
     )
     assert json.loads(more.stdout)["schemes"][0]["quota_bytes"] < records["quota_bytes"]
+    none = run("kimi-k3", "--tp", 16, "--gpu-memory", "141GB", "--workspace", 0, "--json")
+    assert json.loads(none.stdout)["schemes"][0]["quota_bytes"] > records["quota_bytes"]
     assert records["quota_bytes"] == pytest.approx(0.9 * (141e9 - 6e9 - 108_279_344_248), rel=0.01)
 
 

@@ -23,6 +23,12 @@ def test_amounts_are_read(text: str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
+def test_no_memory_is_an_amount_where_it_may_be() -> None:
+    assert parse_bytes("0GB", least=0) == 0
+    with pytest.raises(ValueError, match="'-1B' is -1 bytes"):
+        parse_bytes("-1B", least=0)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
