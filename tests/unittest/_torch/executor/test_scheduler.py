@@ -8,6 +8,7 @@ from tensorrt_llm._torch.pyexecutor.capacity_policy import GuaranteedNoEvict, Ma
 from tensorrt_llm._torch.pyexecutor.limits import SchedulerLimits
 from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest, LlmRequestState
 from tensorrt_llm._torch.pyexecutor.scheduler import (
+    ScheduledRequests,
     Scheduler,
     plan_chunks,
     plan_step,
@@ -208,8 +209,8 @@ def test_generations_run_when_the_prompt_they_made_room_for_cannot() -> None:
     assert [req.py_request_id for req in batch.context_requests] == [1]
 
 
-def test_a_step_whose_requests_all_gave_way_is_planned_again() -> None:
-    cache = FakeCache(num_pages=200, num_slots=20)
+def generating_scheduler(cache: FakeCache) -> Scheduler:
+    """Twenty requests that have read their prompts, of which a step runs nine, under MAX_UTILIZATION."""
     limits = make_limits(cache, max_num_tokens=72, tokens_per_gen_step=8)
     scheduler = Scheduler(limits, cache, MaxUtilization(offloads=True))
     for i in range(20):
@@ -220,8 +221,30 @@ def test_a_step_whose_requests_all_gave_way_is_planned_again() -> None:
     cache.update_context_resources(batch)
     for req in batch.context_requests:
         req.advance_context()
-    assert [req.py_request_id for req in scheduler.schedule(1).generation_requests] == [*range(9)]
+    return scheduler
+
+
+def generating_ids(batch: ScheduledRequests) -> list[int]:
+    return [req.py_request_id for req in batch.generation_requests]
+
+
+def test_a_step_whose_requests_all_gave_way_is_planned_again() -> None:
+    cache = FakeCache(num_pages=200, num_slots=20)
+    scheduler = generating_scheduler(cache)
+    assert generating_ids(scheduler.schedule(1)) == [*range(9)]
     cache.refuse = lambda req: req.py_request_id >= 9
-    batch = scheduler.schedule(2)
-    assert [req.py_request_id for req in batch.generation_requests] == [*range(9)]
+    assert generating_ids(scheduler.schedule(2)) == [*range(9)]
     assert [req.py_request_id for req in scheduler.paused] == [*reversed(range(9, 20))]
+
+
+def test_a_request_that_gives_way_after_it_was_placed_returns_its_room() -> None:
+    """Its turn came before an older one's. (The cache checks the room.)"""
+    cache = FakeCache(num_pages=200, num_slots=20)
+    scheduler = generating_scheduler(cache)
+    for req in scheduler.running:
+        req.py_draft_tokens = [1] * 7
+    scheduler.schedule(1)
+    scheduler.schedule(2)
+    cache.refuse = lambda req: req.py_request_id == 0 and not scheduler.paused
+    assert generating_ids(scheduler.schedule(3)) == [18, *range(7)]
+    assert [req.py_request_id for req in scheduler.paused] == [19]
