@@ -9,7 +9,6 @@ the hypothesis test call them.
 
 import tempfile
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +21,7 @@ from tensorrt_llm.runtime.kv_cache_manager_v2 import (
     CacheLevel,
     CacheStatus,
     CacheTierConfig,
+    CommittedBlockDropPlan,
     DiskCacheTierConfig,
     GpuCacheTierConfig,
     HostCacheTierConfig,
@@ -184,7 +184,6 @@ class Request:
     cache: _KVCache
     scope: Hashable
     tokens: list[int]
-    prompt_length: int
     num_written: int = 0
     num_committed: int = 0
     has_state: bool = False
@@ -202,9 +201,9 @@ class Request:
 
 
 class Machine:
-    """Runs rules on a manager and on the model side by side. Every rule ends with `check`."""
+    """Runs rules on a manager and on the model side by side; whoever drives it calls `check` after each."""
 
-    def __init__(self, variant: Variant, *, checks_everything: bool = True) -> None:
+    def __init__(self, variant: Variant) -> None:
         self.variant = variant
         self._directory = tempfile.TemporaryDirectory()
         self.manager = KVCacheManager(variant.config(self._directory.name), device="cpu")
@@ -213,8 +212,7 @@ class Machine:
         self.history: list[tuple[Hashable, tuple[int, ...]]] = []
         self.snapshots: set[tuple[Hashable, tuple[int, ...]]] = set()
         self.offered: set[tuple[Hashable, tuple[int, ...]]] = set()
-        self._checks_everything = checks_everything
-        self._plans: list[object] = []
+        self._plans: list[CommittedBlockDropPlan] = []
         self._views: dict[int, np.ndarray] = {}
         self.counts: dict[str, int] = {}
         self._num_dropped_at_clear = 0
@@ -232,7 +230,7 @@ class Machine:
         assert num_reused == expected == cache.capacity == cache.history_length
         assert 0 <= num_reused < len(tokens)
         self._check_reuse(scope, tuple(tokens), num_reused)
-        request = Request(cache, scope, list(tokens), len(tokens), num_reused, num_reused)
+        request = Request(cache, scope, list(tokens), num_reused, num_reused)
         request.rehash()
         self.requests.append(request)
         self._count("reused", num_reused > 0)
@@ -321,8 +319,8 @@ class Machine:
         """Carry out the drop plan of some closed cache."""
         if self._plans:
             plan = self._plans.pop(pick % len(self._plans))
-            self._num_dropped_at_clear -= plan.drop()  # type: ignore[attr-defined]
-            assert plan.num_droppable == 0  # type: ignore[attr-defined]
+            self._num_dropped_at_clear -= plan.drop()
+            assert plan.num_droppable == 0
             self._plans = self._plans[-20:]
 
     def rebalance(self) -> None:
@@ -393,7 +391,7 @@ class Machine:
             cache = request.cache
             assert cache.num_committed_tokens == request.num_committed
             assert request.num_committed <= cache.history_length <= cache.capacity
-            if self._checks_everything and cache.is_active:
+            if cache.is_active:
                 self._check_content(request)
 
     def _check_content(self, request: Request) -> None:
@@ -536,6 +534,3 @@ def _num_common(left: Sequence[int], right: Sequence[int]) -> int:
         if one != other:
             return index
     return min(len(left), len(right))
-
-
-__all__ = ["VARIANTS", "InjectedFailure", "Machine", "Variant", "suppress"]
