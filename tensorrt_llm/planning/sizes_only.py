@@ -38,20 +38,18 @@ class SizedManager:
 
     @classmethod
     def of(cls, plan: CachePlan) -> "SizedManager":
-        """Raises ValueError as the manager's constructor does, OutOfMemoryError as its storage does."""
+        """Raises ValueError for what the manager's constructor and its storage refuse."""
         config, sizing = plan.kv_cache_config, plan.sizing()
         assert isinstance(sizing, HybridSizing), "a model without KDA layers is refused before"
         get_kv_cache_manager_cls(plan.traits, config)
         quota = gpu_quota_bytes(config, sizing)
         tiers = cache_tiers(config, quota, plan.mapping, "cpu")
         built = sizing.plan_config(sizing.base_config(config, tiers, enable_stats=False), config)
-        return cls(
-            plan=plan,
-            sizing=sizing,
-            quota_bytes=quota,
-            split=split_gpu_quota(built),
-            num_state_slots=sizing.num_state_slots(built),
-        )
+        try:
+            split, num_slots = split_gpu_quota(built), sizing.num_state_slots(built)
+        except OutOfMemoryError as error:
+            raise ValueError(f"the cache does not fit: {error}") from error
+        return cls(plan=plan, sizing=sizing, quota_bytes=quota, split=split, num_state_slots=num_slots)
 
     @property
     def num_attention_pages(self) -> int:
@@ -154,13 +152,6 @@ def size_cache(plan: CachePlan, gpu: GpuMemory | None, weights_bytes: int) -> Si
 
     Raises ValueError for what the runtime refuses, and where the GPU has nothing left for a cache.
     """
-    try:
-        return _size_cache(plan, gpu, weights_bytes)
-    except OutOfMemoryError as error:
-        raise ValueError(f"the cache does not fit: {error}") from error
-
-
-def _size_cache(plan: CachePlan, gpu: GpuMemory | None, weights_bytes: int) -> SizedManager:
     if gpu is None:
         creator = _SizingCreator(plan, device="cuda")
         return cast(SizedManager, creator.build_managers().target)

@@ -87,9 +87,9 @@ def test_more_drafts_cost_the_records_scheme_records_alone(k3: PlannedModel) -> 
 
 def test_requests_are_counted_as_the_loop_admits_them(k3: PlannedModel) -> None:
     """At most the batch; of the pages, those of a whole life but its last token."""
-    request = PlanRequest(tp=16, gpu_quota_bytes=int(15.35 * GIB), max_seq_len=131_072 + 1)
+    request = PlanRequest(tp=16, gpu_quota_bytes=int(15.35 * GIB), max_seq_len=2280 * 64 + 1)
     plan = plan_scheme(k3, request, "records")
-    assert plan.attention_pages == 9121 and 9121 // 2048 == 4
+    assert plan.attention_pages == 9121 and 9121 // 2280 == 4 > 9121 // 2281
     assert plan.full_length_requests == plan.page_bound_requests == 4
     longer = plan_scheme(k3, replace(request, max_seq_len=152_000), "records")
     assert longer.full_length_requests == 9121 // 2375 == 3
