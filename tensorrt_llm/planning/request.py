@@ -66,14 +66,12 @@ class PlanRequest:
                 max_tokens=self.max_tokens,
                 free_gpu_memory_fraction=None if self.gpu is None else self.gpu.free_fraction,
                 max_gpu_total_bytes=self.gpu_quota_bytes or 0,
-                host_cache_size=0,
                 max_util_for_resume=self.max_util,
             ),
             tokens_per_block=self.tokens_per_block,
             max_seq_len=self.max_seq_len,
             max_batch_size=self.max_batch_size,
             spec_config=SpecSettings(max_draft_len=self.drafts) if self.drafts else None,
-            kda_token_states=scheme == "records",
             kda_verify_scheme=scheme,
         )
 

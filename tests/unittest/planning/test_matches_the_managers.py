@@ -130,6 +130,17 @@ def test_200_random_configurations(tmp_path: Path) -> None:
     assert refused > 10 and reduced > 10
 
 
+def test_the_environment_is_refused_as_the_factory_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model(tmp_path)
+    request = PlanRequest(gpu_quota_bytes=16 * MIB, max_seq_len=64)
+    monkeypatch.setenv("TRTLLM_USE_PY_MAMBA", "1")
+    with pytest.raises(ValueError, match="TRTLLM_USE_PY_MAMBA=1 contradicts") as refused:
+        build(request.cache_plan(model, "records", 0))
+    assert planned(model, request, "records") == str(refused.value)
+
+
 class MeasuredMemory:
     """A GPU as a creator sees it while real managers are measured on the CPU."""
 

@@ -79,6 +79,17 @@ def test_pipeline_stages_make_the_whole(tmp_path: Path) -> None:
     assert count_weights(model, ranks(pp=3, tp=2, stage=1)).total_bytes < stages[1]
 
 
+def test_the_embedding_is_on_the_first_stage_and_the_head_on_the_last(tmp_path: Path) -> None:
+    small, large = small_model(tmp_path / "small"), small_model(tmp_path / "large", vocab_size=164)
+    more = [
+        count_weights(large, ranks(pp=3, stage=stage)).total_bytes
+        - count_weights(small, ranks(pp=3, stage=stage)).total_bytes
+        for stage in range(3)
+    ]
+    matrix = 100 * 32 * DTYPE.itemsize
+    assert more == [matrix, 0, matrix]
+
+
 def test_the_router_scores_all_experts_on_every_rank(tmp_path: Path) -> None:
     """Experts split whole, or inside: the rank's bytes are the same."""
     model = small_model(tmp_path)
