@@ -41,7 +41,8 @@ test-slow: $(TEST_STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m 'slow and not cuda' $(ARGS)
 
 test-gpu: $(TEST_STAMP)
-	$(TEST_ENV) $(BIN)/python -m pytest -q -m cuda $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -q -m cuda --ignore=tests/unittest/_torch/modules/kda/ops $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m tests.gpu_receipt
 
 check: $(TEST_STAMP)
 	$(BIN)/ruff format --check .
@@ -49,6 +50,7 @@ check: $(TEST_STAMP)
 	$(BIN)/mypy
 	$(BIN)/python tools/size.py --check
 	$(TEST_ENV) $(BIN)/python -m pytest -q tests/architecture
+	$(BIN)/python -m tests.gpu_receipt --check
 
 format: $(TEST_STAMP)
 	$(BIN)/ruff format .

@@ -2,12 +2,13 @@
 """Runs the kernel tests on this machine's GPU and keeps a receipt of what passed.
 
 python -m tests.gpu_receipt            run them and write tests/receipts/<gpu>.json
-python -m tests.gpu_receipt --check    say which receipts are of other sources than these; always exits 0
+python -m tests.gpu_receipt --check    name receipts of other sources, or of cut runs; always exits 0
 """
 
 import argparse
 import json
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -28,6 +29,7 @@ TESTS = ROOT / "tests" / "unittest" / "_torch" / "modules" / "kda" / "ops"
 # What a receipt vouches for, relative to the ops package. The choice among tested launches is not in it.
 SOURCES = (
     "k3_kda_verify/cute.py",
+    "k3_kda_verify/cute_primitives.py",
     "k3_kda_verify/launch.py",
     "k3_kda_verify/compiled.py",
     "k3_kda_verify/triton.py",
@@ -71,6 +73,8 @@ def run(out: Path | None) -> int:
         print("there is no GPU here", file=sys.stderr)
         return 1
     outcomes = Outcomes()
+    # `timeout` ends a run like this; what passed until then is still worth a receipt.
+    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("ended from outside"))
     code = pytest.main([str(TESTS), "-q", "-m", "not slow", "-p", "no:cacheprovider"], plugins=[outcomes])
     counts = {name: list(outcomes.tests.values()).count(name) for name in ("passed", "failed", "skipped")}
     pack = envs.kernel_pack()
@@ -82,6 +86,7 @@ def run(out: Path | None) -> int:
         "source_hash": source_hash(),
         "versions": _versions(),
         "pack": packs.read_manifest(pack).versions if pack else None,
+        "complete": code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED),
         "counts": counts,
         "tests": dict(sorted(outcomes.tests.items())),
     }
@@ -92,24 +97,29 @@ def run(out: Path | None) -> int:
     return int(code)
 
 
-def stale_receipts(directory: Path = RECEIPTS) -> list[str]:
-    """One line per receipt that vouches for other sources than these."""
+def receipt_findings(directory: Path = RECEIPTS) -> list[str]:
+    """One line per receipt of other sources than these, or of a run that did not reach its end."""
     current = source_hash()
-    return [
-        f"{path.name}: the kernels have moved on since {receipt['date']}; run make test-gpu on that GPU"
-        for path in sorted(directory.glob("*.json"))
-        if (receipt := json.loads(path.read_text()))["source_hash"] != current
-    ]
+    findings = []
+    for path in sorted(directory.glob("*.json")):
+        receipt = json.loads(path.read_text())
+        again = "run make test-gpu on that GPU"
+        if receipt["source_hash"] != current:
+            findings.append(f"{path.name}: the kernels have moved on since {receipt['date']}; {again}")
+        elif not receipt["complete"]:
+            passed = receipt["counts"]["passed"]
+            findings.append(f"{path.name}: the run was ended after {passed} tests had passed; {again}")
+    return findings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.gpu_receipt", description="Kernel tests with a receipt.")
-    parser.add_argument("--check", action="store_true", help="name receipts of other sources")
+    parser.add_argument("--check", action="store_true", help="name receipts of other sources, or of cut runs")
     parser.add_argument("--out", type=Path, help="where to write the receipt")
     options = parser.parse_args(argv)
     if not options.check:
         return run(options.out)
-    for line in stale_receipts():
+    for line in receipt_findings():
         print(line)
     return 0
 

@@ -13,7 +13,6 @@ and the committed state is d_0 S + vn_0 (beta_0 k_0): S is read once and written
 Everything that reaches the state is 3xTF32 (error about 2^-21); q is rounded to TF32 once.
 """
 
-import math
 from typing import Any
 
 import cutlass
@@ -23,6 +22,7 @@ from cutlass import BFloat16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
+from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify import cute_primitives as ptx
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.launch import (
     CONV_WIDTH,
     HEAD_DIM,
@@ -35,137 +35,9 @@ K = V = HEAD_DIM
 MAX_RECORDS = MAX_DRAFTS
 CONV = CONV_WIDTH
 L2_NORM_EPS = 1e-6
-LOG2E = math.log2(math.e)
-# The mantissa bits that TF32 keeps.
-TF32_MASK = -8192
 WARPS = 4
 THREADS = 32 * WARPS
 COEF = MAX_TOKENS * MAX_TOKENS
-
-
-def _fma(a: Any, b: Any, c: Any) -> Any:
-    """fma.rn, written out: replay is defined bit for bit."""
-    return cute.arch.inline_ptx(
-        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Float32], read_only_args=[a, b, c]
-    )
-
-
-def _mul(a: Any, b: Any) -> Any:
-    """mul.rn: never contracted."""
-    return cute.arch.inline_ptx(
-        "mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
-    )
-
-
-def _mma_tf32(acc: Any, a: Any, b: Any) -> Any:
-    """acc + a b for m16n8k8: a four, b two 32-bit words, acc four floats."""
-    return cute.arch.inline_ptx(
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
-        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-        write_only_types=[Float32] * 4,
-        read_only_args=[*a, *b, *acc],
-    )
-
-
-def _mma_bf16(acc: Any, a: Any, b: Any) -> Any:
-    """acc + a b for m16n8k16, bf16 pairs in 32-bit words."""
-    return cute.arch.inline_ptx(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
-        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
-        write_only_types=[Float32] * 4,
-        read_only_args=[*a, *b, *acc],
-    )
-
-
-def _load_words(pointer: Any) -> Any:
-    """Four 32-bit words from a 16-byte aligned global address."""
-    return cute.arch.inline_ptx(
-        "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Int32] * 4,
-        read_only_args=[pointer],
-    )
-
-
-def _store_words(pointer: Any, words: Any) -> None:
-    cute.arch.inline_ptx(
-        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[pointer, *words]
-    )
-
-
-def _store_vector(target: Any, index: Any, values: list[Any]) -> None:
-    """Four floats to column `index` of a (4, n) tensor, as one 16-byte store."""
-    vector = cute.make_rmem_tensor((4,), Float32)
-    for e in range(4):
-        vector[e] = values[e]
-    target[None, index].store(vector.load())
-
-
-def _prefetch_line(pointer: Any) -> None:
-    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[pointer])
-
-
-def _copy_16_bytes(target: Any, source: Any) -> None:
-    """cp.async of one vector, in the open group."""
-    cute.arch.inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16;", read_only_args=[target, source])
-
-
-def _split_tf32(x: Any) -> Any:
-    """The words of hi and lo, x = hi + lo, hi exact in TF32."""
-    hi = x.bitcast(Int32) & Int32(TF32_MASK)
-    return hi, (x - hi.bitcast(Float32)).bitcast(Int32)
-
-
-def _select(condition: Any, yes: Any, no: Any) -> Any:
-    return Float32(cutlass.select_(condition, yes, no))
-
-
-def _round_tf32(x: Any) -> Any:
-    return Int32(cute.arch.cvt_f32_tf32(x)).bitcast(Float32)
-
-
-def _zeros() -> list[Any]:
-    return [Float32(0.0) for _ in range(4)]
-
-
-def _sigmoid(x: Any) -> Any:
-    return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * Float32(-LOG2E), fastmath=True))
-
-
-def _rsqrt(x: Any) -> Any:
-    return cute.math.rsqrt(x, fastmath=True)
-
-
-def _bf16_words_to_floats(words: Any) -> list[Any]:
-    """Eight floats of four words of bf16 pairs."""
-    floats = []
-    for word in words:
-        floats.append((word << Int32(16)).bitcast(Float32))
-        floats.append((word & Int32(-65536)).bitcast(Float32))
-    return floats
-
-
-def _floats_to_bf16_words(values: list[Any]) -> list[Any]:
-    return [
-        cute.arch.inline_ptx(
-            "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};",
-            write_only_types=[Int32],
-            read_only_args=[values[i], values[i + 1]],
-        )
-        for i in range(0, len(values), 2)
-    ]
-
-
-@cute.jit
-def _wait_for_peers(mbar: cute.Pointer) -> None:
-    """Phase 0 of an mbarrier with acquire at cluster scope: peers wrote the data."""
-    done = Int32(0)
-    while done == 0:
-        done = cute.arch.inline_ptx(
-            "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [{$r0}], {$r1}; "
-            "selp.b32 {$w0}, 1, 0, p; }",
-            write_only_types=[Int32],
-            read_only_args=[mbar, Int32(0)],
-        )
 
 
 class VerifyKernel:
@@ -258,12 +130,12 @@ class VerifyKernel:
         at = tid // 4
         columns = cs_q.shape[2]
         if at < columns:
-            _prefetch_line(cs_q[slot, None, at].iterator + (head * K + line))
-            _prefetch_line(cs_k[slot, None, at].iterator + (head * K + line))
-            _prefetch_line(cs_v[slot, None, at].iterator + (head * K + line))
+            ptx.prefetch_line(cs_q[slot, None, at].iterator + (head * K + line))
+            ptx.prefetch_line(cs_k[slot, None, at].iterator + (head * K + line))
+            ptx.prefetch_line(cs_v[slot, None, at].iterator + (head * K + line))
         if at < state_tok.shape[2]:
             for plane in cutlass.range_constexpr(3):
-                _prefetch_line(state_tok[slot, plane, at, head, None].iterator + line)
+                ptx.prefetch_line(state_tok[slot, plane, at, head, None].iterator + line)
 
     @cute.jit
     def _load_records(self, state_tok, target, slot, head, rank, pending, lane, warp):
@@ -284,28 +156,45 @@ class VerifyKernel:
                     atom, source[None, first + lane], target[None, (warp * MAX_RECORDS + j) * 32 + lane]
                 )
 
-    def _load_tokens(self, first, offsets):
-        """One column of the request's rows as floats, from the address of its first token."""
-        view = [cute.make_tensor(first + offset, cute.make_layout((1,))) for offset in offsets]
-        return [element[0].to(Float32) for element in view]
+    @cute.jit
+    def _fetch_rows(self, source, raw, token_pitch, last_token, stride, lane, chunks):
+        """cp.async of this warp's channels, `chunks` of 16 bytes a token; tokens past the last repeat it."""
+        if lane < MAX_TOKENS * chunks:
+            token = lane // chunks
+            offset = cutlass.min(token, last_token) * stride + lane % chunks * 8
+            ptx.copy_16_bytes(raw + (token * token_pitch + lane % chunks * 8), source + offset)
+
+    def _raw_inputs(self, raw, token_pitch, lane):
+        """This lane's channel of every token, as floats."""
+        column = cute.make_tensor(raw + lane, cute.make_layout(MAX_TOKENS, stride=token_pitch))
+        return [column[t].to(Float32) for t in range(MAX_TOKENS)]
 
     def _load_window(self, cache, slot, channel, count):
         """The three raw inputs before the golden token."""
-        return [cache[slot, channel, count + i] for i in range(CONV - 1)]
+        step = Int64(cache.stride[2]) * 4
+        first = Int64(cache[slot, channel, None].iterator.toint()) + Int64(count) * step
+        return [ptx.load_float(first), ptx.load_float(first + step), ptx.load_float(first + step + step)]
 
     @cute.jit
     def _store_conv(self, cache, slot, channel, window, inputs, num_tokens):
-        """Columns 0 and 1 are the two inputs before the golden token, column 2 + t is token t."""
-        cache[slot, channel, 0] = window[1]
-        cache[slot, channel, 1] = window[2]
+        """Columns 0 and 1 are the two inputs before the golden token, column 2 + t is token t.
+
+        Addresses advance by a column: cheaper than one computed from indices for each of ten columns.
+        """
+        step = Int64(cache.stride[2]) * 4
+        address = Int64(cache[slot, channel, None].iterator.toint())
+        ptx.store_float(address, window[1])
+        address = address + step
+        ptx.store_float(address, window[2])
         for t in cutlass.range_constexpr(MAX_TOKENS):
+            address = address + step
             if t < num_tokens:
-                cache[slot, channel, 2 + t] = inputs[t]
+                ptx.store_float(address, inputs[t])
 
     def _load_gate_weights(self, w_fb, first_row, col):
         """This warp's rows of w_fb as mma fragments: tiles of 16, four blocks of 32 keys, two row halves."""
         return [
-            _load_words(w_fb.iterator + ((first_row + tile * 16 + half * 8) * K + block * 32 + col * 8))
+            ptx.load_words(w_fb.iterator + ((first_row + tile * 16 + half * 8) * K + block * 32 + col * 8))
             for tile in range(2)
             for block in range(4)
             for half in range(2)
@@ -326,7 +215,7 @@ class VerifyKernel:
         activated = []
         for t in range(MAX_TOKENS):
             y = w[0] * history[t] + w[1] * history[t + 1] + w[2] * history[t + 2] + w[3] * history[t + 3]
-            activated.append(y * _sigmoid(y))
+            activated.append(y * ptx.sigmoid(y))
         return activated
 
     @cute.jit
@@ -353,20 +242,23 @@ class VerifyKernel:
     def _couple(self, s_k, s_q, s_kinv, s_part, warp, quad, col):
         """Rows (k | q) of token t against columns j over this warp's keys, into s_part [warp][row][j]."""
         # Three sums: a chain of one would wait for each product in turn.
-        low_high, high_low, high_high = _zeros(), _zeros(), _zeros()
+        low_high, high_low, high_high = ptx.zeros(), ptx.zeros(), ptx.zeros()
         for block in cutlass.range_constexpr(2):
             chunk = quad * 32 + (((warp * 2 + block) * 4 + col) ^ ((quad & 1) * 4))
             fk, fq, fi = s_k[None, chunk].load(), s_q[None, chunk].load(), s_kinv[None, chunk].load()
             if cutlass.const_expr(not self.chunked):
                 fk = fi  # only |k|^2, the diagonal, is wanted
             for half in cutlass.range_constexpr(2):
-                a = [_split_tf32(x) for x in (fk[2 * half], fq[2 * half], fk[2 * half + 1], fq[2 * half + 1])]
-                b = [_split_tf32(fi[2 * half]), _split_tf32(fi[2 * half + 1])]
+                a = [
+                    ptx.split_tf32(x)
+                    for x in (fk[2 * half], fq[2 * half], fk[2 * half + 1], fq[2 * half + 1])
+                ]
+                b = [ptx.split_tf32(fi[2 * half]), ptx.split_tf32(fi[2 * half + 1])]
                 a_hi, a_lo = [x[0] for x in a], [x[1] for x in a]
                 b_hi, b_lo = [x[0] for x in b], [x[1] for x in b]
-                low_high = _mma_tf32(low_high, a_lo, b_hi)
-                high_low = _mma_tf32(high_low, a_hi, b_lo)
-                high_high = _mma_tf32(high_high, a_hi, b_hi)
+                low_high = ptx.mma_tf32(low_high, a_lo, b_hi)
+                high_low = ptx.mma_tf32(high_low, a_hi, b_lo)
+                high_high = ptx.mma_tf32(high_high, a_hi, b_hi)
         acc = [high_high[i] + (low_high[i] + high_low[i]) for i in range(4)]
         for half in cutlass.range_constexpr(2):
             at = (warp * 16 + half * 8 + quad) * MAX_TOKENS + 2 * col
@@ -384,11 +276,11 @@ class VerifyKernel:
             k2_j = k2_j + s_part[w * 2 * COEF + j * 9]
         for w in cutlass.range_constexpr(4):
             q2_t = q2_t + s_q2[w * MAX_TOKENS + t]
-        norm_k = _rsqrt(k2_t + Float32(L2_NORM_EPS))
-        norm_q = _rsqrt(q2_t + Float32(L2_NORM_EPS)) * scale
-        norm_t = _select(index < COEF, norm_k, norm_q)
+        norm_k = ptx.rsqrt(k2_t + Float32(L2_NORM_EPS))
+        norm_q = ptx.rsqrt(q2_t + Float32(L2_NORM_EPS)) * scale
+        norm_t = ptx.select(index < COEF, norm_k, norm_q)
         s_coef[(index // COEF) * COEF + j * 8 + t] = (
-            raw * norm_t * (s_beta[j] * _rsqrt(k2_j + Float32(L2_NORM_EPS)))
+            raw * norm_t * (s_beta[j] * ptx.rsqrt(k2_j + Float32(L2_NORM_EPS)))
         )
         if j == 0:
             s_norm[index // 8] = norm_t
@@ -398,7 +290,7 @@ class VerifyKernel:
         square = Float32(0.0)
         for w in range(WARPS):
             square = square + s_part[w * 2 * COEF]
-        return beta * _rsqrt(square + Float32(L2_NORM_EPS)) * key_value
+        return beta * ptx.rsqrt(square + Float32(L2_NORM_EPS)) * key_value
 
     def _at(self, tile, block, half, e):
         """Register of the state: tile of 16 rows, block of 16 keys, row half, key of the lane's four."""
@@ -419,30 +311,30 @@ class VerifyKernel:
                 for i in cutlass.range_constexpr(2 * self.tiles):
                     for e in cutlass.range_constexpr(4):
                         at = self._at(i // 2, block, i % 2, e)
-                        s[at] = _fma(decay[e], s[at], _mul(vn[i], bk[e]))
+                        s[at] = ptx.fma(decay[e], s[at], ptx.mul(vn[i], bk[e]))
 
     def _project(self, s, s_k, s_q, chunk_of, key_group):
         """Partial U (3xTF32) and O of this warp's keys: per tile four sums of each, in fragment order."""
         chains = 2 if self.tiles == 1 else 1  # enough independent products without more registers
-        high = [_zeros() for _ in range(self.tiles)]
-        low = [[_zeros(), _zeros()] for _ in range(self.tiles)]
-        query = [_zeros() for _ in range(self.tiles)]
+        high = [ptx.zeros() for _ in range(self.tiles)]
+        low = [[ptx.zeros(), ptx.zeros()] for _ in range(self.tiles)]
+        query = [ptx.zeros() for _ in range(self.tiles)]
         for block in range(self.key_blocks):
             chunk = self._chunk(chunk_of, block, key_group)
             fk, fq = s_k[None, chunk].load(), s_q[None, chunk].load()
             for half in range(2):
-                b = [_split_tf32(fk[2 * half]), _split_tf32(fk[2 * half + 1])]
+                b = [ptx.split_tf32(fk[2 * half]), ptx.split_tf32(fk[2 * half + 1])]
                 b_hi, b_lo = [x[0] for x in b], [x[1] for x in b]
                 q_hi = [fq[2 * half].bitcast(Int32), fq[2 * half + 1].bitcast(Int32)]
                 for tile in range(self.tiles):
                     at = [self._at(tile, block, i % 2, 2 * half + i // 2) for i in range(4)]
-                    a = [_split_tf32(s[i]) for i in at]
+                    a = [ptx.split_tf32(s[i]) for i in at]
                     a_hi, a_lo = [x[0] for x in a], [x[1] for x in a]
-                    low[tile][0] = _mma_tf32(low[tile][0], a_hi, b_lo)
-                    query[tile] = _mma_tf32(query[tile], a_hi, q_hi)
-                    high[tile] = _mma_tf32(high[tile], a_hi, b_hi)
-                    low[tile][chains - 1] = _mma_tf32(low[tile][chains - 1], a_lo, b_hi)
-                    query[tile] = _mma_tf32(query[tile], a_lo, q_hi)
+                    low[tile][0] = ptx.mma_tf32(low[tile][0], a_hi, b_lo)
+                    query[tile] = ptx.mma_tf32(query[tile], a_hi, q_hi)
+                    high[tile] = ptx.mma_tf32(high[tile], a_hi, b_hi)
+                    low[tile][chains - 1] = ptx.mma_tf32(low[tile][chains - 1], a_lo, b_hi)
+                    query[tile] = ptx.mma_tf32(query[tile], a_lo, q_hi)
         return [
             (
                 [
@@ -468,13 +360,13 @@ class VerifyKernel:
         if cutlass.const_expr(self.k_warps == 2):
             other_is_0 = key_group == 1
             for z in cutlass.range_constexpr(2):
-                sent = [_select(other_is_0, sums[0][z][i], sums[1][z][i]) for i in range(4)]
-                _store_vector(half_buffer, warp * 64 + z * 32 + lane, sent)
+                sent = [ptx.select(other_is_0, sums[0][z][i], sums[1][z][i]) for i in range(4)]
+                ptx.store_vector(half_buffer, warp * 64 + z * 32 + lane, sent)
         else:
             for tile in cutlass.range_constexpr(self.tiles):
                 for z in cutlass.range_constexpr(2):
                     at = ((warp * self.tiles + tile) * 2 + z) * 32 + lane
-                    _store_vector(half_buffer, at, sums[tile][z])
+                    ptx.store_vector(half_buffer, at, sums[tile][z])
 
     @cute.jit
     def _store_golden(self, s, state, operands, first, warp, cta_row, row, first_chunk):
@@ -498,7 +390,7 @@ class VerifyKernel:
             )
             for i in cutlass.range_constexpr(2 * self.tiles):
                 golden = [decay[e] * s[self._at(i // 2, block, i % 2, e)] + vn[i] * bk[e] for e in range(4)]
-                _store_vector(state, (cta_row + row + 8 * i) * 32 + first_chunk + block * 4, golden)
+                ptx.store_vector(state, (cta_row + row + 8 * i) * 32 + first_chunk + block * 4, golden)
 
     @cute.jit
     def _solve(self, sums, half_buffer, operands, warp, key_group, lane, row, col):
@@ -510,10 +402,10 @@ class VerifyKernel:
                 half_buffer[None, (warp ^ 1) * 64 + lane].load(),
                 half_buffer[None, (warp ^ 1) * 64 + 32 + lane].load(),
             )
-            u = [_select(mine_is_0, sums[0][0][i], sums[1][0][i]) + pu[i] for i in range(4)]
-            o = [_select(mine_is_0, sums[0][1][i], sums[1][1][i]) + po[i] for i in range(4)]
+            u = [ptx.select(mine_is_0, sums[0][0][i], sums[1][0][i]) + pu[i] for i in range(4)]
+            o = [ptx.select(mine_is_0, sums[0][1][i], sums[1][1][i]) + po[i] for i in range(4)]
         else:
-            u, o = _zeros(), _zeros()
+            u, o = ptx.zeros(), ptx.zeros()
             for w in cutlass.range_constexpr(self.k_warps):
                 at = ((warp - key_group + w) * self.tiles + key_group) * 64 + lane
                 pu, po = half_buffer[None, at].load(), half_buffer[None, at + 32].load()
@@ -535,8 +427,8 @@ class VerifyKernel:
             for i in cutlass.range_constexpr(4):
                 after = from_here if n % 2 == 0 and i % 2 == 1 else later
                 since = from_here if n % 2 == 0 or i % 2 == 1 else later
-                u[i] = _select(after, u[i] - a[2 * n + i % 2] * vn[i // 2], u[i])
-                o[i] = _select(since, o[i] + b[2 * n + i % 2] * vn[i // 2], o[i])
+                u[i] = ptx.select(after, u[i] - a[2 * n + i % 2] * vn[i // 2], u[i])
+                o[i] = ptx.select(since, o[i] + b[2 * n + i % 2] * vn[i // 2], o[i])
         rounded = [value.to(BFloat16) for value in o]
         for i in cutlass.range_constexpr(4):
             s_v[v_at[i]] = u[i]
@@ -544,6 +436,7 @@ class VerifyKernel:
 
     @cute.jit
     def _store_key_records(self, state_tok, slot, head, key, ks, d, s_beta, s_norm, num_tokens):
+        """beta k and decay of the drafts."""
         for n in cutlass.range_constexpr(1, MAX_TOKENS):
             if n < num_tokens:
                 state_tok[slot, 1, n - 1, head, key] = s_beta[n] * s_norm[n] * ks[n]
@@ -599,7 +492,7 @@ class VerifyKernel:
             if n == 0:
                 for i in cutlass.range_constexpr(16):
                     place = (state_row + 8 * (i % 2)) * 32 + (i // 2) * 4 + col
-                    _store_vector(state, place, [s[i * 4 + e] for e in range(4)])
+                    ptx.store_vector(state, place, [s[i * 4 + e] for e in range(4)])
 
     @cute.kernel
     def kernel(
@@ -665,6 +558,16 @@ class VerifyKernel:
         if cutlass.const_expr(k_warps == 4):
             half_size = WARPS * tiles * 2 * 32
             s_half = (smem.allocate_tensor(Float32, cute.make_layout((4, half_size)), 128),)
+        # Raw rows of q and k, bf16. An undivided head has nobody to wait for and is done with them before its
+        # decayed queries, in whose place they then lie (128 bytes of a warp and token); else they are kept.
+        raw_pitch = 2 * K if self.split == 1 else K
+        raw_q = cute.recast_ptr(s_q.iterator, dtype=BFloat16) + warp * 64
+        raw_k = raw_q + 32
+        if cutlass.const_expr(self.split > 1):
+            s_raw = smem.allocate_tensor(BFloat16, cute.make_layout(2 * MAX_TOKENS * K), 128)
+            raw_q = s_raw.iterator + warp * 32
+            raw_k = raw_q + MAX_TOKENS * K
+        raw_v = cute.recast_ptr(s_v.iterator, dtype=BFloat16) + warp * 64
         inbox = s_norm
         mbar = s_norm.iterator
         if cutlass.const_expr(self.split > 1):
@@ -697,19 +600,21 @@ class VerifyKernel:
             cute.arch.griddepcontrol_wait()
 
         slot = slots[request]
-        # Offsets of the tokens' rows; those past the last repeat it.
-        offsets = [cutlass.min(Int32(t), num_tokens - 1) * Int32(proj.stride[0]) for t in range(MAX_TOKENS)]
         row_0 = proj.iterator + Int64(first_token) * proj.stride[0]
+        stride, last_token = Int32(proj.stride[0]), num_tokens - 1
         f_a = []
         if cutlass.const_expr(not self.external_gate):
-            f_a_row = row_0 + (cutlass.min(quad, num_tokens - 1) * Int32(proj.stride[0]) + 4 * width)
-            f_a = [_load_words(f_a_row + (block * 32 + col * 8)) for block in range(4)]
-        x_q = self._load_tokens(row_0 + channel, offsets)
-        x_k = self._load_tokens(row_0 + (width + channel), offsets)
-        x_v = [Float32(0.0) for _ in range(MAX_TOKENS)]
+            f_a_row = row_0 + (cutlass.min(quad, last_token) * stride + 4 * width)
+            f_a = [ptx.load_words(f_a_row + (block * 32 + col * 8)) for block in range(4)]
         v_channel = head * V + rank * rows + tid % rows
-        if tid < rows:
-            x_v = self._load_tokens(row_0 + (2 * width + v_channel), offsets)
+        self._fetch_rows(row_0 + (head * K + warp * 32), raw_q, raw_pitch, last_token, stride, lane, 4)
+        self._fetch_rows(
+            row_0 + (width + head * K + warp * 32), raw_k, raw_pitch, last_token, stride, lane, 4
+        )
+        if warp * 32 < rows:
+            v_first = row_0 + (2 * width + head * V + rank * rows + warp * 32)
+            self._fetch_rows(v_first, raw_v, 2 * self.v_pitch, last_token, stride, lane, min(4, rows // 8))
+        cute.arch.cp_async_commit_group()
         beta_logit = Float32(0.0)
         if tid < MAX_TOKENS:
             beta_logit = proj[first_token + cutlass.min(tid, num_tokens - 1), 4 * width + K + head].to(
@@ -721,12 +626,14 @@ class VerifyKernel:
                 if token < num_tokens:
                     target = out[first_token + token, head, None].iterator
                     zero = Int32(0)
-                    _store_words(target + (rank * rows + (tid % (rows // 8)) * 8), [zero, zero, zero, zero])
+                    ptx.store_words(
+                        target + (rank * rows + (tid % (rows // 8)) * 8), [zero, zero, zero, zero]
+                    )
         else:
-            if cutlass.const_expr(self.speculative):
-                self._prefetch(cs_q, cs_k, cs_v, state_tok, slot, head, tid)
             max_records = state_tok.shape[2]
             count = cutlass.max(cutlass.min(pending[slot], max_records), Int32(0))
+            if cutlass.const_expr(self.speculative):
+                self._prefetch(cs_q, cs_k, cs_v, state_tok, slot, head, tid)
             state = cute.make_tensor(ssm[slot, head, None, None].iterator, cute.make_layout((4, V * 32)))
             self._load_state(state, s_state, rank * rows, lane, warp)
             self._load_records(state_tok, s_records, slot, head, rank, count, lane, warp)
@@ -735,8 +642,8 @@ class VerifyKernel:
             out_token = (tid % rows) // lanes_per_token
             out_channel = rank * rows + (tid % lanes_per_token) * 8
             if tid < rows:
-                gate_row = cutlass.min(out_token, num_tokens - 1) * Int32(proj.stride[0]) + 3 * width
-                _copy_16_bytes(s_gate.iterator + tid * 4, row_0 + (gate_row + head * V + out_channel))
+                gate_row = cutlass.min(out_token, last_token) * stride + 3 * width
+                ptx.copy_16_bytes(s_gate.iterator + tid * 4, row_0 + (gate_row + head * V + out_channel))
             cute.arch.cp_async_commit_group()
 
             # --- one thread per channel; warp-local until the first barrier ---
@@ -747,19 +654,19 @@ class VerifyKernel:
                 window_v = self._load_window(cs_v, slot, v_channel, count)
 
             # Decay of every token: exp(lower_bound sigmoid(exp(a_log) (g + dt_bias))).
-            rate = cute.math.exp2(rate * Float32(LOG2E), fastmath=True)
-            bound = lower_bound * Float32(LOG2E)
+            rate = cute.math.exp2(rate * Float32(ptx.LOG2E), fastmath=True)
+            bound = lower_bound * Float32(ptx.LOG2E)
             if cutlass.const_expr(self.external_gate):
                 for t in cutlass.range_constexpr(MAX_TOKENS):
                     assert g_ext is not None
                     g = g_ext[first_token + cutlass.min(Int32(t), num_tokens - 1), channel].to(Float32)
                     flat_d[t * K + (tid ^ (16 * (t & 1)))] = cute.math.exp2(
-                        bound * _sigmoid(rate * (g + bias[0])), fastmath=True
+                        bound * ptx.sigmoid(rate * (g + bias[0])), fastmath=True
                     )
             else:
                 # Two chains of products; one where registers are short.
                 chains = 1 if self.split == 1 else 2
-                gate_acc = [[_zeros(), _zeros()] for _ in range(2)]
+                gate_acc = [[ptx.zeros(), ptx.zeros()] for _ in range(2)]
                 for block in cutlass.range_constexpr(4):
                     for step in cutlass.range_constexpr(2):
                         b = f_a[block][2 * step : 2 * step + 2]
@@ -768,7 +675,7 @@ class VerifyKernel:
                             high = weights[(tile * 4 + block) * 2 + 1]
                             a = [low[2 * step], high[2 * step], low[2 * step + 1], high[2 * step + 1]]
                             chain = step % chains
-                            gate_acc[tile][chain] = _mma_bf16(gate_acc[tile][chain], a, b)
+                            gate_acc[tile][chain] = ptx.mma_bf16(gate_acc[tile][chain], a, b)
                 for i in cutlass.range_constexpr(4):
                     for odd in cutlass.range_constexpr(2):
                         at = 2 * (i % 2) + odd
@@ -778,23 +685,31 @@ class VerifyKernel:
                             .to(Float32)
                         )
                         flat_d[(2 * col + odd) * K + ((gate_key + 8 * i) ^ (16 * odd))] = cute.math.exp2(
-                            bound * _sigmoid(rate * (g + bias[i])), fastmath=True
+                            bound * ptx.sigmoid(rate * (g + bias[i])), fastmath=True
                         )
             if tid < MAX_TOKENS:
-                s_beta[tid] = _sigmoid(beta_logit)
-            cute.arch.cp_async_wait_group(1)  # the taps, copied by their own thread
+                s_beta[tid] = ptx.sigmoid(beta_logit)
+            cute.arch.cp_async_wait_group(
+                1
+            )  # the taps, copied by their own thread, and the rows by their warp
+            cute.arch.sync_warp()
+            # An undivided head writes its columns at once: a channel's only reader is this thread.
+            x_q = self._raw_inputs(raw_q, raw_pitch, lane)
             qs = self._conv_silu(s_taps[None, tid], window_q, x_q)
-            ks = self._conv_silu(s_taps[None, K + tid], window_k, x_k)
-            if cutlass.const_expr(self.split > 1):
-                cute.arch.cluster_arrive()  # this thread has read the columns that it shares
-            if tid < rows:  # v and its cache: only this CTA's rows
-                v = self._conv_silu(s_taps[None, 2 * K + tid], window_v, x_v)
-                self._store_conv(cs_v, slot, v_channel, window_v, x_v, num_tokens)
-                for t in cutlass.range_constexpr(MAX_TOKENS):
-                    s_v[t * self.v_pitch + tid] = v[t]
-            if cutlass.const_expr(self.split == 1):  # a channel's only reader is this thread
+            if cutlass.const_expr(self.split == 1):
                 self._store_conv(cs_q, slot, channel, window_q, x_q, num_tokens)
+            x_k = self._raw_inputs(raw_k, raw_pitch, lane)
+            ks = self._conv_silu(s_taps[None, K + tid], window_k, x_k)
+            if cutlass.const_expr(self.split == 1):
                 self._store_conv(cs_k, slot, channel, window_k, x_k, num_tokens)
+            if warp * 32 < rows:  # v and its cache: only this CTA's rows
+                x_v = self._raw_inputs(raw_v, 2 * self.v_pitch, lane)
+                cute.arch.sync_warp()
+                if tid < rows:
+                    v = self._conv_silu(s_taps[None, 2 * K + tid], window_v, x_v)
+                    self._store_conv(cs_v, slot, v_channel, window_v, x_v, num_tokens)
+                    for t in cutlass.range_constexpr(MAX_TOKENS):
+                        s_v[t * self.v_pitch + tid] = v[t]
             cute.arch.sync_warp()
             d = [flat_d[t * K + (tid ^ (16 * (t & 1)))] for t in range(MAX_TOKENS)]
             total = Float32(1.0)
@@ -802,7 +717,7 @@ class VerifyKernel:
                 at = t * K + (tid ^ (16 * (t & 1)))
                 total = total * d[t]
                 if cutlass.const_expr(self.chunked):
-                    flat_q[at] = _round_tf32(total * qs[t])
+                    flat_q[at] = ptx.round_tf32(total * qs[t])
                     flat_k[at] = total * ks[t]
                     flat_kinv[at] = ks[t] * cute.arch.rcp_approx(total)
                 else:
@@ -814,8 +729,8 @@ class VerifyKernel:
                 upper = (lane & bit) != 0
                 half = len(sums) // 2
                 sums = [
-                    _select(upper, sums[i + half], sums[i])
-                    + cute.arch.shuffle_sync_bfly(_select(upper, sums[i], sums[i + half]), offset=bit)
+                    ptx.select(upper, sums[i + half], sums[i])
+                    + cute.arch.shuffle_sync_bfly(ptx.select(upper, sums[i], sums[i + half]), offset=bit)
                     for i in range(half)
                 ]
             q2 = sums[0]
@@ -832,11 +747,7 @@ class VerifyKernel:
             if cutlass.const_expr(self.split > 1):
                 if tid == 0:
                     cute.arch.mbarrier_arrive_and_expect_tx(mbar, self.split * MAX_TOKENS * 4)
-                cute.arch.cluster_wait()
-                cute.arch.cluster_arrive()  # this CTA has read the records
-                if own_key:
-                    self._store_conv(cs_q, slot, channel, window_q, x_q, num_tokens)
-                    self._store_conv(cs_k, slot, channel, window_k, x_k, num_tokens)
+                cute.arch.cluster_arrive()  # this CTA has read the shared columns and records
             flat_d0[tid] = d[0]
             flat_bk0[tid] = self._golden_write(s_part, s_beta[0], ks[0])
             # Chunk of a fragment row: even and odd blocks of 16 keys, see the swizzle above.
@@ -907,7 +818,7 @@ class VerifyKernel:
             o_words = cute.recast_tensor(
                 cute.make_tensor(s_o.iterator, cute.make_layout((8, MAX_TOKENS * self.o_pitch // 8))), Int32
             )[None, o_at // 8].load()
-            values = _bf16_words_to_floats([o_words[i] for i in range(4)])
+            values = ptx.bf16_words_to_floats([o_words[i] for i in range(4)])
             square = Float32(0.0)
             for i in cutlass.range_constexpr(8):
                 square = square + values[i] * values[i]
@@ -923,26 +834,30 @@ class VerifyKernel:
             if cutlass.const_expr(self.split > 1):
                 cute.arch.cluster_wait()
                 if own_key:
+                    x_q = self._raw_inputs(raw_q, raw_pitch, lane)
+                    x_k = self._raw_inputs(raw_k, raw_pitch, lane)
+                    self._store_conv(cs_q, slot, channel, window_q, x_q, num_tokens)
+                    self._store_conv(cs_k, slot, channel, window_k, x_k, num_tokens)
                     self._store_key_records(state_tok, slot, head, tid, ks, d, s_beta, s_norm, num_tokens)
             if cutlass.const_expr(self.split > 1):
-                _wait_for_peers(mbar)
+                ptx.wait_for_peers(mbar)
                 square = Float32(0.0)
                 for peer in cutlass.range_constexpr(self.split):
                     square = square + inbox[peer * MAX_TOKENS + out_token]
-            inverse = _rsqrt(square * Float32(1.0 / V) + eps)
+            inverse = ptx.rsqrt(square * Float32(1.0 / V) + eps)
             if tid < rows and out_token < num_tokens:
                 words = cute.recast_tensor(
                     cute.make_tensor(s_gate.iterator, cute.make_layout((4, rows))), Int32
                 )
                 gate = words[None, tid].load()
-                gates = _bf16_words_to_floats([gate[i] for i in range(4)])
+                gates = ptx.bf16_words_to_floats([gate[i] for i in range(4)])
                 part = (tid % lanes_per_token) * 2
                 weight = [s_onorm[None, part].load(), s_onorm[None, part + 1].load()]
                 result = []
                 for i in cutlass.range_constexpr(8):
-                    result.append(values[i] * inverse * weight[i // 4][i % 4] * _sigmoid(gates[i]))
+                    result.append(values[i] * inverse * weight[i // 4][i % 4] * ptx.sigmoid(gates[i]))
                 target = out[first_token + out_token, head, None].iterator
-                _store_words(target + out_channel, _floats_to_bf16_words(result))
+                ptx.store_words(target + out_channel, ptx.floats_to_bf16_words(result))
 
 
 def fake_arguments(config: VerifyConfig) -> tuple[Any, ...]:

@@ -258,7 +258,7 @@ def _finish_kernel(
 
 def choose_rows(requests: int, heads: int) -> int:
     """V rows of a state program: few programs want small blocks, many fewer loads of the shared operands."""
-    return 16 if requests * heads <= 48 else 32
+    return 16 if requests * heads <= 24 else 32
 
 
 def k3_kda_verify_triton(

@@ -46,9 +46,11 @@ def test_the_committed_figures_draw_and_tabulate() -> None:
     assert "| 64 | 6 |" in table(rows)
 
 
-def test_a_receipt_of_other_sources_is_named(tmp_path: Path) -> None:
-    current = {"source_hash": gpu_receipt.source_hash(), "date": "2026-01-01"}
+def test_receipts_of_other_sources_and_of_cut_runs_are_named(tmp_path: Path) -> None:
+    current = {"source_hash": gpu_receipt.source_hash(), "date": "2026-01-01", "complete": True}
+    (tmp_path / "cut.json").write_text(json.dumps(current | {"complete": False, "counts": {"passed": 7}}))
     (tmp_path / "new.json").write_text(json.dumps(current))
     (tmp_path / "old.json").write_text(json.dumps(current | {"source_hash": "0"}))
-    lines = gpu_receipt.stale_receipts(tmp_path)
-    assert len(lines) == 1 and lines[0].startswith("old.json") and "make test-gpu" in lines[0]
+    cut, old = gpu_receipt.receipt_findings(tmp_path)
+    assert cut.startswith("cut.json: the run was ended after 7 tests")
+    assert old.startswith("old.json: the kernels have moved on") and "make test-gpu" in old
