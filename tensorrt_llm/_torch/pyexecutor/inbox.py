@@ -35,7 +35,7 @@ class Inbox:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._submissions: deque[Submission] = deque()
-        self._cancelled_ids: list[int] = []
+        self._cancelled_ids: set[int] = set()
         self._open_ids: set[int] = set()
         self._closed_because: str | None = None
 
@@ -57,7 +57,7 @@ class Inbox:
         """Ask for a request's end; ids that are not open are ignored."""
         with self._condition:
             if request_id in self._open_ids:
-                self._cancelled_ids.append(request_id)
+                self._cancelled_ids.add(request_id)
                 self._condition.notify()
 
     def close(self, reason: str) -> None:
@@ -86,12 +86,13 @@ class Inbox:
         if not (self._submissions or self._cancelled_ids):
             return Mail([], [])
         with self._condition:
-            mail = Mail(list(self._submissions), list(self._cancelled_ids))
+            mail = Mail(list(self._submissions), sorted(self._cancelled_ids))
             self._submissions.clear()
             self._cancelled_ids.clear()
         return mail
 
     def release(self, request_id: int) -> None:
-        """A request has ended; its id may be used again."""
+        """A request has ended; its id may be used again, and a cancellation that came too late is void."""
         with self._condition:
             self._open_ids.discard(request_id)
+            self._cancelled_ids.discard(request_id)

@@ -9,6 +9,7 @@ nobody touches a request while a step runs it.
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -32,6 +33,8 @@ from tensorrt_llm._torch.pyexecutor.sampler import Sampler, mix64
 from tensorrt_llm._torch.pyexecutor.scheduler import CapacityManager, ScheduledRequests, Scheduler
 from tensorrt_llm._torch.pyexecutor.stats import EngineSnapshot, KvCacheStats, StatsRecorder, StepSummary
 from tensorrt_llm._torch.speculative.speculator import Speculator
+
+_SHUT_DOWN = "the executor was shut down"
 
 
 class CacheManager(CapacityManager, CacheViews, Protocol):
@@ -113,11 +116,11 @@ class PyExecutor:
             StepSummary(iteration=0, started_at=time.time(), kv_cache=cache.get_kv_cache_stats())
         )
         self._inbox = Inbox()
-        self._callbacks: dict[int, ResponseCallback] = {}
-        self._outgoing: list[_Outgoing] = []
+        self._open: dict[int, Submission] = {}
+        self._outgoing: deque[_Outgoing] = deque()
         self._iteration = 0
         self._thread: threading.Thread | None = None
-        self._is_shut_down = False
+        self._winds_up_itself = False
 
     def start(self) -> None:
         """Start the loop's thread."""
@@ -161,11 +164,21 @@ class PyExecutor:
     def shutdown(self) -> None:
         """Stop the loop, answer open requests with a shutdown failure, and free the cache. May be
         called again.
+
+        Called by a response callback, on the loop's thread, it returns at once: the loop does all of this
+        when the step is over.
         """
-        self._inbox.close("the executor was shut down")
+        is_on_loop = self._thread is threading.current_thread()
+        self._winds_up_itself = self._winds_up_itself or is_on_loop
+        self._inbox.close(_SHUT_DOWN)
+        if is_on_loop:
+            return
         if self._thread is not None:
             self._thread.join()
-        self._answer_all(RequestFailure(kind=FailureKind.SHUTDOWN, message="the executor was shut down"))
+        self._wind_up()
+
+    def _wind_up(self) -> None:
+        self._answer_all(RequestFailure(kind=FailureKind.SHUTDOWN, message=_SHUT_DOWN))
         self._cache.shutdown()
 
     def _run(self) -> None:
@@ -176,6 +189,8 @@ class PyExecutor:
                 self.run_step()
         except Exception as error:  # noqa: BLE001 - every open request is answered with it, whatever it is
             self._stop_on(error)
+        if self._winds_up_itself:
+            self._wind_up()
 
     def _stop_on(self, error: Exception) -> None:
         message = f"the executor failed: {type(error).__name__}: {error}"
@@ -220,7 +235,7 @@ class PyExecutor:
 
     def _register(self, submissions: Sequence[Submission]) -> None:
         for submission in submissions:
-            self._callbacks[submission.request.py_request_id] = submission.on_response
+            self._open[submission.request.py_request_id] = submission
             self._scheduler.enqueue(submission.request)
 
     def _run_batch(self, batch: ScheduledRequests, summary: StepSummary) -> None:
@@ -258,7 +273,7 @@ class PyExecutor:
         if response.is_final:
             self._end(req, response, summary)
         else:
-            self._outgoing.append(_Outgoing(self._callbacks[req.py_request_id], response))
+            self._outgoing.append(_Outgoing(self._open[req.py_request_id].on_response, response))
 
     def _draft(self, batch: ScheduledRequests, summary: StepSummary) -> None:
         """Draft for the requests that go on generating."""
@@ -288,13 +303,13 @@ class PyExecutor:
 
     def _end(self, req: LlmRequest, response: ExecutorResponse, summary: StepSummary) -> None:
         """Give back what the request holds and queue its last response."""
-        self._outgoing.append(_Outgoing(self._callbacks[req.py_request_id], response))
+        self._outgoing.append(_Outgoing(self._open[req.py_request_id].on_response, response))
         self._release(req)
         summary.num_completed += 1
 
     def _send_responses(self) -> None:
-        outgoing, self._outgoing = self._outgoing, []
-        for callback, response in outgoing:
+        while self._outgoing:
+            callback, response = self._outgoing.popleft()
             if _send(callback, response) or response.is_final:
                 continue
             req = self._scheduler.find(response.request_id)
@@ -302,25 +317,35 @@ class PyExecutor:
                 self._release(req)
 
     def _release(self, req: LlmRequest) -> None:
-        """Forget an open request everywhere and free its slot and pages."""
+        """Forget an open request everywhere and free its slot and pages.
+
+        Whatever raises here, the request is not open afterwards: its last response is on its way.
+        """
         request_id = req.py_request_id
-        if self._scheduler.remove(req):
-            self._cache.free_resources(req)
-        self._engine.forget(request_id)
-        self._sampler.forget(request_id)
-        self._speculator.finish(request_id)
-        del self._callbacks[request_id]
-        self._inbox.release(request_id)
+        try:
+            if self._scheduler.remove(req):
+                self._cache.free_resources(req)
+            self._engine.forget(request_id)
+            self._sampler.forget(request_id)
+            self._speculator.finish(request_id)
+        finally:
+            self._open.pop(request_id, None)
+            self._inbox.release(request_id)
 
     def _answer_all(self, failure: RequestFailure) -> None:
-        """Answer every open request with the failure. What they hold stays until the cache is shut down."""
-        self._send_responses()
+        """Answer every open request with the failure. What they hold stays until the cache is shut down, so
+        that nothing here can fail but a callback.
+        """
+        while self._outgoing:
+            callback, response = self._outgoing.popleft()
+            if not _send(callback, response):
+                self._open.pop(response.request_id, None)
         self._register(self._inbox.take().submissions)
-        for request_id, callback in self._callbacks.items():
-            req = self._scheduler.find(request_id)
-            assert req is not None, f"request {request_id} has a callback but is not open"
-            _send(callback, req.response(error=failure))
-        self._callbacks.clear()
+        while self._open:
+            request_id = next(iter(self._open))
+            submission = self._open.pop(request_id)
+            _send(submission.on_response, submission.request.response(error=failure))
+            self._inbox.release(request_id)
 
 
 def _send(callback: ResponseCallback, response: ExecutorResponse) -> bool:
