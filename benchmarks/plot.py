@@ -41,6 +41,17 @@ def table(points: Points) -> str:
     return "\n".join(lines)
 
 
+def after_predecessor_table(path: Path, heads: int = 6) -> str:
+    """Markdown: us that a layer adds after a predecessor it depends on, by N, in the launch the op chooses."""
+    us_by_n = {
+        row["n"]: row["us"]
+        for row in json.loads(path.read_text())["rows"]
+        if row["arm"] == "after_predecessor" and row["implementation"] == "cute" and row["h"] == heads
+    }
+    lines = ["| N | us a layer adds |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {n} | {us:.2f} |" for n, us in sorted(us_by_n.items()))])
+
+
 def _x(n: float) -> float:
     return LEFT + (WIDTH - LEFT - RIGHT) * math.log2(n) / 7
 
@@ -84,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     points = read_points(Path(argv[0]))
     Path(argv[1]).write_text(draw(points))
-    print(table(points))
+    print(table(points), after_predecessor_table(Path(argv[0])), sep="\n\n")
     return 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.kda import Row, algorithm_bytes, layer_copies, parse_variant, pending_counts, table
-from benchmarks.plot import draw, read_points
+from benchmarks.plot import after_predecessor_table, draw, read_points
 from benchmarks.plot import table as plot_table
 from tests import gpu_receipt
 
@@ -44,6 +44,15 @@ def test_the_committed_figures_draw_and_tabulate() -> None:
     assert set(points["records", "cute"]) == {1, 2, 4, 8, 16, 32, 64, 128}
     assert draw(points).startswith("<svg") and "| 64 |" in plot_table(points)
     assert "| 64 | 6 |" in table(rows)
+
+
+def test_the_documents_show_the_committed_figures() -> None:
+    path = Path(gpu_receipt.ROOT, "benchmarks", "results", "kda_h200.json")
+    text = Path(gpu_receipt.ROOT, "docs", "benchmarks.md").read_text()
+    assert plot_table(read_points(path)) in text
+    assert plot_table(read_points(path, heads=12)) in text
+    assert after_predecessor_table(path) in text
+    assert draw(read_points(path)) == path.with_suffix(".svg").read_text()
 
 
 def test_receipts_of_other_sources_and_of_cut_runs_are_named(tmp_path: Path) -> None:
