@@ -42,11 +42,11 @@ def table(points: Points) -> str:
 
 
 def after_predecessor_table(path: Path, heads: int = 6) -> str:
-    """Markdown: us that a layer adds after a predecessor it depends on, by N, in the launch the op chooses."""
+    """Markdown: us that a layer adds behind a kernel it depends on, by N, in the launch the op chooses."""
     us_by_n = {
         row["n"]: row["us"]
         for row in json.loads(path.read_text())["rows"]
-        if row["arm"] == "after_predecessor" and row["implementation"] == "cute" and row["h"] == heads
+        if (row["arm"], row["implementation"], row["h"]) == ("after_predecessor", "cute", heads)
     }
     lines = ["| N | us a layer adds |", "|---|---|"]
     return "\n".join([*lines, *(f"| {n} | {us:.2f} |" for n, us in sorted(us_by_n.items()))])
