@@ -23,6 +23,7 @@ from tensorrt_llm._torch.pyexecutor.config import (
 from tensorrt_llm._torch.pyexecutor.description import ExecutorDescription
 from tensorrt_llm._torch.pyexecutor.kv_cache.budget import KvCacheCreator, Managers
 from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan, wants_token_states
+from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
 from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import gpu_quota_bytes
 from tensorrt_llm._torch.pyexecutor.kv_cache.traits import EngineStandIn
@@ -148,11 +149,28 @@ def _create_manager(
 ) -> MambaHybridCacheManagerV2:
     creator = KvCacheCreator(plan_cache(config, resolved, model), device=device.type)
     if creator.try_prepare_estimation():
-        creator.configure_kv_cache_capacity(partial(_run_full_step, config, model, device))
+        creator.configure_kv_cache_capacity(partial(_run_full_step, config, resolved, model, device))
     manager = creator.build_managers().target
+    try:
+        return _check_manager(manager, resolved)
+    except ValueError:
+        manager.shutdown()
+        raise
+
+
+def _check_manager(manager: KVCacheManagerV2, resolved: ResolvedVerifyScheme) -> MambaHybridCacheManagerV2:
+    """The manager, if the loop can run with it and it undoes drafts as the model does; else ValueError."""
+    name = type(manager).__name__
     if not isinstance(manager, MambaHybridCacheManagerV2):
         raise ValueError(
-            f"the cache manager is {type(manager).__name__}; the loop needs one with recurrent states: leave "
+            f"the cache manager is {name}; the loop needs one with recurrent states: leave "
+            "kv_cache_config.use_kv_cache_manager_v2 out"
+        )
+    undone_by = manager.verify_scheme
+    if undone_by is not None and undone_by.name != resolved.scheme:
+        raise ValueError(
+            f"model_kwargs: kda_verify_scheme is {resolved.scheme!r}, but the cache manager is {name}, which "
+            f"undoes rejected drafts by {undone_by.name}: set kda_verify_scheme={undone_by.name!r}, or leave "
             "kv_cache_config.use_kv_cache_manager_v2 out"
         )
     return manager
@@ -187,10 +205,14 @@ def plan_cache(config: ExecutorConfig, resolved: ResolvedVerifyScheme, model: Ki
 
 
 def _run_full_step(
-    config: ExecutorConfig, model: KimiForCausalLM, device: torch.device, managers: Managers
+    config: ExecutorConfig,
+    resolved: ResolvedVerifyScheme,
+    model: KimiForCausalLM,
+    device: torch.device,
+    managers: Managers,
 ) -> None:
     assert config.max_seq_len is not None, "limit_to_model fills it in"
-    cache = cast(CacheManager, managers.target)
+    cache = cast(CacheManager, _check_manager(managers.target, resolved))
     lengths = full_step_lengths(config.max_num_tokens, config.max_batch_size, config.max_seq_len)
     run_full_step(ModelEngine(model, cache, model.traits.attention_layers[0], device), cache, lengths)
 

@@ -10,6 +10,7 @@ from tensorrt_llm import logger
 from tensorrt_llm._torch.models.checkpoint import save_weights
 from tensorrt_llm._torch.pyexecutor.config import ExecutorConfig
 from tensorrt_llm._torch.pyexecutor.kv_cache.config import KvCacheSettings
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.legacy import MixedMambaHybridCacheManager
 from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor
 from tensorrt_llm._torch.pyexecutor.py_executor_creator import (
     create_py_executor,
@@ -159,3 +160,41 @@ def test_a_cache_too_small_for_its_states_is_refused(folder: Path) -> None:
     small = KvCacheSettings(max_gpu_total_bytes=1000)
     with pytest.raises(ValueError, match="1000"):
         create_py_executor(config_for(folder, kv_cache_config=small))
+
+
+MIXED = KvCacheSettings(use_kv_cache_manager_v2=False)
+
+
+@pytest.mark.parametrize(("asked", "resolved"), [("auto", "records"), ("intermediate", "intermediate")])
+def test_a_manager_that_undoes_drafts_otherwise_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, asked: str, resolved: str
+) -> None:
+    shut_down: list[object] = []
+    shutdown = MixedMambaHybridCacheManager.shutdown
+
+    def note_shutdown(self: MixedMambaHybridCacheManager) -> None:
+        shut_down.append(self)
+        shutdown(self)
+
+    monkeypatch.setattr(MixedMambaHybridCacheManager, "shutdown", note_shutdown)
+    config = config_for(
+        folder,
+        speculation=NGRAM,
+        model_kwargs={"kda_verify_scheme": asked},
+        kv_cache_config=MIXED,
+    )
+    both = f"kda_verify_scheme is '{resolved}', but the cache manager is MixedMamba.* by replay: set"
+    with pytest.raises(ValueError, match=both):
+        create_py_executor(config)
+    assert len(shut_down) == 1
+
+
+@pytest.mark.parametrize("spec", [None, NGRAM], ids=["plain", "ngram"])
+def test_the_mixed_manager_serves_what_it_has(folder: Path, spec: SpeculationSpec | None) -> None:
+    config = config_for(
+        folder,
+        speculation=spec,
+        model_kwargs={} if spec is None else {"kda_verify_scheme": "replay"},
+        kv_cache_config=MIXED,
+    )
+    assert run_one(create_py_executor(config)) == run_one(create_py_executor(config_for(folder)))
