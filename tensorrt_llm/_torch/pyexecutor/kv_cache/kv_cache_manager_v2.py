@@ -220,10 +220,12 @@ class KVCacheManagerV2(CacheStorage):
     ) -> None:
         """After a step: golden tokens and accepted drafts of its generation requests stay, rejected drafts'
         room goes.
+
+        A dummy, which runs the same round again, stays as it was made.
         """
         for req in batch.generation_requests:
             cache = self.kv_cache_map.get(req.py_request_id)
-            if cache is not None and cache.is_active:
+            if cache is not None and cache.is_active and not req.is_dummy:
                 length = cache.history_length + 1 + req.py_num_accepted_draft_tokens
                 cache.resize(length, length)
 

@@ -36,6 +36,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.state_spec impo
 )
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.transfer import (
     TensorRank,
+    check_sent,
     copy_ranges,
     section_copies,
 )
@@ -130,7 +131,8 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
         """Before a step: find its requests' slots, bring their drafts there, start prompts with nothing
         pending.
 
-        Raises RuntimeError for a request that has no slot.
+        Raises RuntimeError for a request that has no slot, and for a prefill chunk between a verify round's
+        launch and its acceptance.
         """
         super().prepare_resources(batch)
         if not self._temporal:
@@ -287,25 +289,26 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
 
         conv [channels, W-1] and ssm [H, V, K] as the sender has them. Call it for every sender that has a
         part, then `seed_kda_replay_caches_for_disagg_gen` once. Raises RuntimeError where the request has no
-        slot.
+        slot, and between a verify round's launch and its acceptance; ValueError for a shape that is not the
+        sender's.
         """
+        self._map.check_acceptance_stored([request_id], "load a transferred state into")
         slot, spec = self._slot_of(request_id), self._hybrid.spec
         tp_size = mamba_effective_tp_size(self.mapping)
         receiver = TensorRank(rank=self.mapping.tp_rank % tp_size, size=tp_size)
-        copy_ranges(
-            self.get_conv_states(layer_idx)[slot],
-            conv,
-            section_copies(spec.conv_section_dims, sender, receiver),
-        )
-        copy_ranges(
-            self.get_ssm_states(layer_idx)[slot], ssm, section_copies([spec.num_heads], sender, receiver)
-        )
+        channels = section_copies(spec.conv_section_dims, sender, receiver)
+        heads = section_copies([spec.num_heads], sender, receiver)
+        check_sent("conv", conv, spec.conv_state_shape, sender, receiver)
+        check_sent("ssm", ssm, spec.ssm_state_shape, sender, receiver)
+        copy_ranges(self.get_conv_states(layer_idx)[slot], conv, channels)
+        copy_ranges(self.get_ssm_states(layer_idx)[slot], ssm, heads)
 
     def seed_kda_replay_caches_for_disagg_gen(self, request_ids: Sequence[int]) -> None:
         """After a transfer has filled these requests' states, and before they first generate here.
 
-        Nothing is pending then, and the extended windows hold what the pool does. Requests without a slot are
-        skipped. Raises RuntimeError between a verify round's launch and its acceptance.
+        Nothing is pending then, and the extended windows hold what the pool does, by the time the first
+        step is prepared. Requests without a slot are skipped. Raises RuntimeError between a verify round's
+        launch and its acceptance.
         """
         self._map.seed(request_ids)
 

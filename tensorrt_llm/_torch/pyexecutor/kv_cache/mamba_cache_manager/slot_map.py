@@ -17,8 +17,8 @@ class SlotMap:
     rounds run: slots then carry nothing between steps. state_index: request id -> slot; is_dummy: request id
     -> whether it is the executor's own. generating: scheduled for generation since it was mapped, so that its
     extended windows follow the pool's. acceptance_pending: a verify round was launched and its acceptance is
-    not stored: the old count is spent. suspended: has no slot; when it generates again, what lies beside its
-    new slot is seeded from the pool.
+    not stored: the old count is spent. suspended: the pool has all of its state: suspended here, or sent
+    by another server; when it generates next, what lies beside its slot is seeded from the pool.
     """
 
     slot_of: Callable[[int], int]
@@ -33,8 +33,10 @@ class SlotMap:
         """Note and return where the storage has these requests' states, context first; bring their drafts
         there.
 
-        RuntimeError where a request has moved whose acceptance is not stored yet, or has no slot.
+        RuntimeError where a request has moved, or starts a prompt, whose acceptance is not stored yet, or has
+        no slot.
         """
+        self.check_acceptance_stored(ids[:num_contexts], "run a prefill chunk of")
         slots = [self.slot_of(request_id) for request_id in ids]
         known = self.state_index
         changed = {i: slot for i, slot in zip(ids, slots, strict=True) if known.get(i) != slot}
@@ -122,12 +124,23 @@ class SlotMap:
     def seed(self, ids: Iterable[int]) -> None:
         """The states of these requests have come from elsewhere: start what lies beside their slots from
         them.
+
+        A request that was in no step yet is seeded in its first one: until then its slot may move, and what
+        lies beside the slot may be its last owner's still. One without a slot is skipped.
         """
         ids = list(ids)
         self.check_acceptance_stored(ids, "seed")
-        slots = sorted({self.state_index[i] for i in ids if i in self.state_index})
-        if self.buffers is not None and slots:
-            self.buffers.seed(slots)
+        if self.buffers is None:
+            return
+        self.suspended.update(i for i in ids if i not in self.state_index and self._has_slot(i))
+        self.buffers.seed(sorted({self.state_index[i] for i in ids if i in self.state_index}))
+
+    def _has_slot(self, request_id: int) -> bool:
+        try:
+            self.slot_of(request_id)
+        except RuntimeError:
+            return False
+        return True
 
     def forget(self, request_id: int) -> None:
         """Forget the request altogether."""

@@ -69,3 +69,19 @@ def copy_ranges(target: Tensor, source: Tensor, copies: Sequence[RangeCopy]) -> 
     """Copy ranges of the first axis; what no range names stays as it is."""
     for one in copies:
         target[one.target : one.target + one.length] = source[one.source : one.source + one.length]
+
+
+def check_sent(
+    name: str, sent: Tensor, own_shape: Sequence[int], sender: TensorRank, receiver: TensorRank
+) -> None:
+    """Raise ValueError unless `sent` is a sender rank's whole part of a state, whose part here has
+    `own_shape`.
+
+    Ranks split the first axis evenly.
+    """
+    expected = (own_shape[0] * receiver.size // sender.size, *own_shape[1:])
+    if tuple(sent.shape) != expected:
+        raise ValueError(
+            f"{name} has shape {tuple(sent.shape)}, but rank {sender.rank} of {sender.size} tensor ranks has "
+            f"{expected}: send the rank's whole part of the layer, and the sender's own rank and size"
+        )

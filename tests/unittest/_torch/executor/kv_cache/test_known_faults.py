@@ -357,6 +357,111 @@ def test_a_transferred_request_generates_from_its_own_slot() -> None:
     manager.shutdown()
 
 
+@pytest.mark.parametrize("way", ["straight", "suspended", "moved"])
+def test_a_transferred_request_that_was_in_no_step_yet_does_not_start_from_its_slots_last_owner(
+    way: str,
+) -> None:
+    """As a generation server gets it: a cache, pages, the state, and then a verify round for a first step."""
+    toy = ToyKda(num_layers=3, H=2, K=32)
+    manager = make_manager(head_dim=32, kda_token_states=True, config=settings(host_cache_size=8 << 20))
+    randomize(manager)
+    manager.prev_num_accepted_tokens[:] = 2  # type: ignore[index]
+    req = Request(2)
+    assert manager.prepare_context(req) and manager.resize_context(req, req.prompt_len)
+    literal = Literal(toy)
+    literal.feed(req.tokens)
+    for layer, (state, window) in enumerate(literal.layers):
+        manager.load_transferred_state(2, layer, window.T, state, TensorRank(rank=0, size=1))
+    manager.seed_kda_replay_caches_for_disagg_gen([2, 77])
+    first_slot = manager._slot_of(2)
+    if way != "straight":
+        manager.suspend_request(req)
+    if way == "moved":
+        others = [Request(100 + i, [1]) for i in range(manager.num_state_slots)]
+        assert all(manager.prepare_context(other) for other in others)
+        manager.free_resources(next(o for o in others if manager._slot_of(o.py_request_id) != first_slot))
+    for tokens, count in (([8, 4], 1), ([5], 0)):
+        batch = launch(manager, req, num_drafts=len(tokens) - 1)
+        toy.verify(manager, [slot_of(manager, req)], [tokens])
+        accept(manager, batch, count)
+        for token in tokens[: count + 1]:
+            literal.feed([token])
+    assert (slot_of(manager, req) != first_slot) is (way == "moved")
+    assert not manager._map.suspended
+    layers = logical_layers(manager, slot_of(manager, req))
+    for (state, window), true in zip(layers, literal.layers, strict=True):
+        assert torch.equal(state, true[0]) and torch.equal(window, true[1])
+    manager.shutdown()
+
+
+def test_nothing_is_loaded_or_prefilled_into_a_slot_before_its_acceptance() -> None:
+    manager = make_manager(kda_token_states=True)
+    req, other = Request(7), Request(8)
+    admit(manager, req, other)
+    batch = launch(manager, req)
+    conv, ssm = torch.ones(48, 3), torch.ones(2, 8, 8)
+    before = [part.clone() for layer in range(3) for part in _pool(manager, layer)]
+    with pytest.raises(RuntimeError, match="load a transferred state into request 7.*acceptance"):
+        manager.load_transferred_state(7, 0, conv, ssm, TensorRank(rank=0, size=1))
+    req.context_chunk_size = 1
+    with pytest.raises(RuntimeError, match="prefill chunk of request 7.*acceptance"):
+        manager.prepare_resources(Batch(context_requests=[req]))
+    after = [part for layer in range(3) for part in _pool(manager, layer)]
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+    manager.load_transferred_state(8, 0, conv, ssm, TensorRank(rank=0, size=1))
+    accept(manager, batch, 1)
+    manager.load_transferred_state(7, 0, conv, ssm, TensorRank(rank=0, size=1))
+    assert bool((manager.get_ssm_states(0)[slot_of(manager, req)] == 1).all())
+    manager.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("size", "conv", "ssm", "message"),
+    [
+        (1, (48, 2), (2, 8, 8), r"conv has shape \(48, 2\).*\(48, 3\)"),
+        (1, (96, 3), (2, 8, 8), r"conv has shape \(96, 3\).*\(48, 3\)"),
+        (2, (48, 3), (1, 8, 8), r"conv has shape \(48, 3\), but rank 0 of 2 .*\(24, 3\)"),
+        (2, (24, 3), (2, 8, 8), r"ssm has shape \(2, 8, 8\), but rank 0 of 2 .*\(1, 8, 8\)"),
+        (1, (48, 3), (2, 8, 4), r"ssm has shape \(2, 8, 4\).*\(2, 8, 8\)"),
+        (1, (48, 1), (2, 8, 1), r"conv has shape \(48, 1\)"),
+        (1, (48, 3), (2, 1, 1), r"ssm has shape \(2, 1, 1\)"),
+    ],
+)
+def test_a_senders_tensor_of_another_shape_is_refused_and_not_broadcast(
+    size: int, conv: tuple[int, ...], ssm: tuple[int, ...], message: str
+) -> None:
+    manager = make_manager(kda_token_states=True)
+    req = Request(1)
+    admit(manager, req)
+    before = [part.clone() for layer in range(3) for part in _pool(manager, layer)]
+    with pytest.raises(ValueError, match=message):
+        manager.load_transferred_state(1, 0, torch.ones(conv), torch.ones(ssm), TensorRank(rank=0, size=size))
+    after = [part for layer in range(3) for part in _pool(manager, layer)]
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+    manager.shutdown()
+
+
+@pytest.mark.parametrize("num_spec", [2, None])
+def test_a_dummy_neither_grows_nor_loses_the_room_of_its_drafts(num_spec: int | None) -> None:
+    manager = make_manager(kda_token_states=True, num_spec=num_spec)
+    req = Request(1)
+    admit(manager, req)
+    made = manager.add_dummy_requests([99], [5], is_gen=True, max_num_draft_tokens=num_spec or 0)
+    assert made is not None
+    cache, free = manager.kv_cache_map[99], manager.get_num_free_blocks()
+    room = (cache.history_length, cache.capacity)
+    assert room == (4, 5 + (num_spec or 0))
+    for _ in range(3 * manager.tokens_per_block):
+        batch = Batch(generation_requests=made)
+        manager.prepare_resources(batch)
+        manager.update_resources(batch)
+        assert (cache.history_length, cache.capacity) == room
+    assert manager.get_num_free_blocks() == free
+    accept(manager, launch(manager, req, num_drafts=num_spec or 0), 0)
+    assert manager.num_cached_tokens(1) == 6
+    manager.shutdown()
+
+
 @pytest.mark.parametrize("pp_size", [1, 2, 4, 8])
 def test_every_stage_pays_for_its_own_layers_and_all_hold_equally_many_tokens(
     pp_size: int, monkeypatch: pytest.MonkeyPatch
