@@ -33,7 +33,7 @@ class MambaStateConfig(StrictBaseModel):
 
 
 class BlockReuseConfig(StrictBaseModel):
-    """Which snapshots of a finished request stay reusable."""
+    """Which snapshots of a finished request stay reusable; "per_conversation" has no periodic ones."""
 
     policy: ReusePolicy = "all_reusable"
     max_num_turns: PositiveInt = 1
@@ -45,8 +45,8 @@ class KvCacheConfig(StrictBaseModel):
     `LLM` refuses what its loop makes no use of; the cache managers take all of it.
 
     enable_block_reuse: keep caches for requests with a common start. Kimi models have it off unless it is set
-        here; draft records need it off. The loop computes every prompt in full, so that this only decides the
-        verify scheme, and the other fields about reuse have no effect.
+        here; draft records need it off. A prompt is reused up to its last snapshot, so mamba_state_config
+        must ask for some, by an interval of whole pages or by offsets; what answers leave is not reused.
     max_tokens: attention tokens to hold. free_gpu_memory_fraction: share of the free memory to use (of the
         host's memory where the model runs on a CPU). max_gpu_total_bytes: an upper bound, 0 for none. The
         smallest of the three counts.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tensorrt_llm import LLM, SamplingParams
-from tensorrt_llm.llmapi import KvCacheConfig, NGramDecodingConfig, RequestOutput
+from tensorrt_llm.llmapi import KvCacheConfig, MambaStateConfig, NGramDecodingConfig, RequestOutput
 from tests.unittest.executor_api.fake_engine import PATIENCE_S
 from tests.unittest.executor_api.toy_checkpoint import write_toy_checkpoint
 
@@ -154,3 +154,26 @@ def test_one_llm_s_end_leaves_others_alone(checkpoint: Path, plain: LLM) -> None
     with pytest.raises(RuntimeError, match="shut down"):
         llm.generate("a")
     assert plain.generate("a").finished
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "cached_tokens"),
+    [
+        ({"periodic_snapshot_interval": 64}, 128),
+        ({"additional_snapshot_offsets_from_start": (64,)}, 64),
+        ({}, 0),
+    ],
+    ids=["periodic", "offset", "none"],
+)
+@pytest.mark.parametrize("scheme", ["replay", "intermediate"])
+def test_a_prompt_is_reused_up_to_its_last_snapshot(
+    checkpoint: Path, plain: LLM, scheme: str, snapshots: dict[str, Any], cached_tokens: int
+) -> None:
+    prompt, params = "#x" * 75, SamplingParams(max_tokens=30, ignore_eos=True)
+    cache = KvCacheConfig(enable_block_reuse=True, mamba_state_config=MambaStateConfig(**snapshots))
+    options: dict[str, Any] = {"speculative_config": NGRAM, "model_kwargs": {"kda_verify_scheme": scheme}}
+    with LLM(checkpoint, kv_cache_config=cache, **options, **LIMITS) as llm:
+        outputs = [llm.generate(prompt, params, use_tqdm=False) for _ in range(2)]
+    assert [output.cached_tokens for output in outputs] == [0, cached_tokens]
+    known = plain.generate(prompt, params, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [known.outputs[0].token_ids] * 2
