@@ -88,6 +88,7 @@ def test_twelve_prompts(scheme: VerifySchemeName, max_draft_len: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("batch", [1, 3, 8])
 @pytest.mark.parametrize("max_draft_len", DRAFT_LENGTHS)
 @pytest.mark.parametrize("scheme", SCHEMES)
