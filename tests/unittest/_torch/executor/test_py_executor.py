@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
+from dataclasses import replace
 
 import pytest
 
 from tensorrt_llm._torch.pyexecutor.inbox import ExecutorUnhealthyError
 from tensorrt_llm._torch.pyexecutor.llm_request import ExecutorResponse, FailureKind, SamplingSpec
+from tensorrt_llm._torch.pyexecutor.model_engine import ModelEngine
+from tensorrt_llm._torch.pyexecutor.py_executor import PyExecutor
 from tensorrt_llm._torch.speculative.create import create_drafter
 from tensorrt_llm._torch.speculative.interface import SpeculationSpec
+from tensorrt_llm._torch.speculative.ngram import NGramDrafter
 from tests.unittest._torch.executor.fakes import (
     Collected,
     Rig,
@@ -290,6 +294,53 @@ def test_an_open_id_is_refused_and_a_finished_one_is_not() -> None:
     rig.run()
     rig.submit(make_request())
     rig.run()
+
+
+def kept_of_requests(executor: PyExecutor) -> list[Sized]:
+    """What the executor's parts keep by request id, of an executor with an n-gram drafter."""
+    engine, drafter = executor._engine, executor._speculator._drafter
+    assert isinstance(engine, ModelEngine) and isinstance(drafter, NGramDrafter)
+    return [engine._pages, executor._sampler._histories, drafter._readers, executor._open]
+
+
+@pytest.mark.parametrize("end", ["length", "cancelled", "lost"])
+def test_an_id_used_again_finds_nothing_of_the_request_before(end: str) -> None:
+    sampling = replace(SAMPLED, min_tokens=0, repetition_penalty=1.3, frequency_penalty=0.4)
+    first = make_request(4, prompt_len=60, max_tokens=50, sampling=sampling)
+    second = replace(first, prompt_token_ids=make_request(9, prompt_len=41).prompt_token_ids)
+    spec = speculation(5, round_cost_per_token=0.0, is_public_pool=False)
+    fresh = make_rig(spec=spec, drafter=create_drafter(spec, "cpu"))
+    expected = fresh.submit(second)
+    fresh.run()
+
+    rig = make_rig(spec=spec, drafter=create_drafter(spec, "cpu"))
+    client = LeavingClient()
+    rig.executor.submit(first, client)
+    for _ in range(5):
+        rig.step()
+    assert all(len(kept) == 1 for kept in kept_of_requests(rig.executor)), "the test sees what is kept"
+    if end == "cancelled":
+        rig.executor.cancel(4)
+    client.has_left = end == "lost"
+    rig.run()
+    assert all(len(kept) == 0 for kept in kept_of_requests(rig.executor))
+    again = rig.submit(second)
+    rig.run()
+    assert again.token_ids == expected.token_ids
+    assert logprobs_of(again) == logprobs_of(expected)
+    assert again.last.num_draft_tokens == expected.last.num_draft_tokens > 0
+    assert all(len(kept) == 0 for kept in kept_of_requests(rig.executor))
+
+
+class LeavingClient:
+    """A callback that raises once its client has left."""
+
+    def __init__(self) -> None:
+        self.has_left = False
+
+    def __call__(self, response: ExecutorResponse) -> None:
+        if self.has_left:
+            raise OSError("planted callback failure")
 
 
 def test_no_capacity_while_nothing_runs_is_answered() -> None:
