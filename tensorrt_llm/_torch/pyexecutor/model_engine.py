@@ -14,6 +14,7 @@ from tensorrt_llm._torch.modules.metadata import (
     LayerCaches,
     VerifyGroup,
 )
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.index_buffers import index_tensor
 from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest
 from tensorrt_llm._torch.pyexecutor.sampler import LogitRows
 from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests
@@ -55,7 +56,8 @@ class StepLogits(NamedTuple):
 class ModelEngine:
     """Lays a batch out in rows, runs the model, and computes the logits that are wanted.
 
-    `attention_layer` is an attention layer's global index; requests have the same pages in all of them.
+    `attention_layer` is an attention layer's global index; requests have the same pages in all of them. What
+    is copied to the device goes through pinned memory: the host does not wait for the step before.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class ModelEngine:
             rows.append(LogitRows(req, start, req.py_draft_tokens))
             start = rows[-1].stop
         if metadata.contexts:
-            ends = torch.tensor([row for _, row in wanted], dtype=torch.int64, device=hidden.device)
+            ends = index_tensor([row for _, row in wanted], hidden.device)
             hidden = torch.cat((hidden[ends], hidden[first_generation_row:]))
         return StepLogits(self.model.compute_logits(hidden), rows)
 
@@ -116,7 +118,7 @@ class ModelEngine:
         rounds, first = [], len(contexts)
         for num_tokens, members in groups:
             span = slice(first, first + len(members))
-            slots_on_device = torch.tensor(slots[span], dtype=torch.int32, device=self._device)
+            slots_on_device = index_tensor(slots[span], self._device, torch.int32)
             rounds.append(
                 _group(members, num_tokens, len(tokens), slots_on_device, tuple(slots[span]), pages[span])
             )
@@ -124,7 +126,7 @@ class ModelEngine:
                 tokens.append(req.get_tokens()[-1])
                 tokens += req.py_draft_tokens
             first = span.stop
-        input_ids = torch.tensor(tokens, dtype=torch.int64, device=self._device)
+        input_ids = index_tensor(tokens, self._device)
         return input_ids, ForwardMetadata(
             contexts=tuple(chunks), groups=tuple(rounds), num_tokens=len(tokens)
         )
@@ -139,7 +141,7 @@ class ModelEngine:
         ):
             known = self._pages.get(request_id)
             if known is None or known[0] != pages:
-                known = (list(pages), torch.tensor(pages, dtype=torch.int64, device=self._device))
+                known = (list(pages), index_tensor(pages, self._device))
                 self._pages[request_id] = known
             result.append(known[1])
         return result

@@ -1,4 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
+from collections.abc import Iterator
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -115,3 +118,37 @@ def test_a_step_of_unfinished_prompts_has_no_logits() -> None:
     step = engine.forward(ScheduledRequests(context_requests=[part]))
     assert step.rows == []
     assert step.logits.shape[0] == 0
+
+
+class SilentModel:
+    """Reads nothing back from the device."""
+
+    def forward(self, input_ids: Tensor, metadata: ForwardMetadata, cache: object) -> Tensor:
+        return input_ids[:, None].float()
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+@pytest.fixture
+def errors_on_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the GPU raises RuntimeError."""
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+def test_the_host_does_not_wait_for_the_device(errors_on_waiting: None) -> None:
+    cache, device = FakeCache(100, 8), torch.device("cuda")
+    engine = ModelEngine(SilentModel(), cache, attention_layer=0, device=device)
+    batch = ScheduledRequests(
+        context_requests=[request_of(cache, 0, 70)],
+        generation_requests=[request_of(cache, 1, 12, []), request_of(cache, 2, 10, [7, 8, 9])],
+    )
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        torch.tensor([1], device=device)
+    logits = engine.forward(batch).logits
+    torch.cuda.set_sync_debug_mode("default")
+    last = batch.context_requests[0].get_tokens()[-1]
+    assert logits[:, 0].tolist() == [last, 41, 42, 7, 8, 9]
