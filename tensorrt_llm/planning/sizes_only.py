@@ -14,14 +14,12 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.hybrid_sizing import HybridSizing
 from tensorrt_llm._torch.pyexecutor.kv_cache.select import get_kv_cache_manager_cls
-from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import gpu_quota_bytes, largest_fitting
+from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import gpu_quota_bytes
 from tensorrt_llm._torch.pyexecutor.kv_cache.storage_builder import cache_tiers
 from tensorrt_llm.planning.request import GpuMemory
 from tensorrt_llm.planning.units import human
 from tensorrt_llm.runtime.kv_cache_manager_v2 import OutOfMemoryError
 from tensorrt_llm.runtime.kv_cache_manager_v2.quota import TierSplit, split_gpu_quota
-
-_MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,28 +121,6 @@ class _SizingCreator(KvCacheCreator):
     def _manager(self, plan: CachePlan, is_estimating: bool) -> KVCacheManagerV2:
         # The creator reads a manager's sizes and shuts it down; both are there.
         return cast(KVCacheManagerV2, SizedManager.of(plan))
-
-    def _less_unmeasured_side_buffers(self, quota_bytes: int) -> int:
-        try:
-            return super()._less_unmeasured_side_buffers(quota_bytes)
-        except ValueError:
-            # Its search may try quotas that cannot hold the live states, although a larger one fits.
-            return self._largest_with_side_buffers(quota_bytes)
-
-    def _largest_with_side_buffers(self, quota_bytes: int) -> int:
-        """The most MiB, up to `quota_bytes`, that stay within the budget together with the side buffers."""
-        assert self._budget_bytes is not None
-        least = self._plan.sizing().minimum_quota()
-
-        def total_bytes(quota_mib: int) -> int:
-            quota = min(quota_mib * _MIB, quota_bytes)
-            if quota < least:
-                return quota
-            sized = SizedManager.of(self._plan.with_config(with_quota(self._config, quota)))
-            unmeasured = max(0, sized.num_state_slots - self._num_measured_slots)
-            return quota + unmeasured * sized.sizing.free_side_bytes_per_slot
-
-        return min(max(1, largest_fitting(total_bytes, self._budget_bytes)) * _MIB, quota_bytes)
 
 
 def size_cache(plan: CachePlan, gpu: GpuMemory | None, weights_bytes: int) -> SizedManager:

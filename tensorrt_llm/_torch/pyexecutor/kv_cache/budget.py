@@ -15,7 +15,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheM
 from tensorrt_llm._torch.pyexecutor.kv_cache.select import get_kv_cache_manager_cls
 from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import CacheCost
 from tensorrt_llm.logger import logger
-from tensorrt_llm.runtime.kv_cache_manager_v2 import GpuCacheTierConfig
+from tensorrt_llm.runtime.kv_cache_manager_v2 import GpuCacheTierConfig, OutOfMemoryError
 
 _GIB = 1 << 30
 _SEARCH_STEP_BYTES = 1 << 20
@@ -109,7 +109,8 @@ class KvCacheCreator:
     """Chooses, sizes and builds the managers of a model and of its drafter.
 
     The quota is the lowest of what `max_tokens` need, `max_gpu_total_bytes`, and `free_gpu_memory_fraction`
-    of what a measured step leaves free. Side buffers that lie outside the quota count in the measured peak.
+    of what a measured step leaves free. Side buffers count once: those that the quota pays for in the quota,
+    others in the measured peak.
     """
 
     def __init__(
@@ -141,7 +142,9 @@ class KvCacheCreator:
 
     @property
     def max_gpu_total_bytes(self) -> int:
-        """The quota for all caches together before `max_tokens` is looked at; 0 where nothing bounds it."""
+        """The quota for all caches together before `max_tokens` is looked at; 0 where nothing bounds it, or
+        where the memory has nothing left, which `build_managers` refuses.
+        """
         bounds = [self._config.max_gpu_total_bytes or None, self._budget_bytes]
         return min((bound for bound in bounds if bound is not None), default=0)
 
@@ -167,24 +170,26 @@ class KvCacheCreator:
         try:
             run_step(managers)
             peak = self._memory.peak_bytes()
-            pools = sum(manager.allocated_bytes for manager in managers if manager is not None)
-            side = managers.target.side_bytes
+            built = [manager for manager in managers if manager is not None]
+            in_quota = sum(manager.allocated_bytes + manager.side_bytes_in_quota for manager in built)
+            beside = sum(manager.side_bytes - manager.side_bytes_in_quota for manager in built)
             self._num_measured_slots = managers.target.num_state_slots
         finally:
             for manager in managers:
                 if manager is not None:
                     manager.shutdown()
         fraction = self._config.free_gpu_memory_fraction or 1.0
-        available = self._memory.total_bytes() - peak + pools
+        available = self._memory.total_bytes() - peak + in_quota
         self._budget_bytes = max(0, int(fraction * available))
         logger.info(
             f"KV cache budget {self._budget_bytes / _GIB:.2f} GiB: {fraction} of {available / _GIB:.2f} "
-            f"GiB left by a step with a peak of {(peak - pools) / _GIB:.2f} GiB, {side / _GIB:.2f} GiB of "
-            "it side buffers"
+            f"GiB left by a step with a peak of {(peak - in_quota) / _GIB:.2f} GiB, {beside / _GIB:.2f} GiB "
+            "of it side buffers"
         )
 
     def build_managers(self) -> Managers:
         """Build the managers within the budget. Raises ValueError where it is too small."""
+        self._check_budget()
         total = self._less_unmeasured_side_buffers(self.max_gpu_total_bytes)
         if self._draft_plan is None or not total:
             config = with_quota(self._config, total)
@@ -194,26 +199,53 @@ class KvCacheCreator:
             with_quota(self._config, split.target_bytes), with_quota(self._config, split.draft_bytes)
         )
 
+    def _check_budget(self) -> None:
+        # 0 bytes of quota would read as "no bound" from here on.
+        if self._budget_bytes == 0:
+            raise ValueError(
+                f"kv_cache_config.free_gpu_memory_fraction is {self._config.free_gpu_memory_fraction}, which "
+                "is 0 bytes of what the model and one full step leave free: raise it, lower max_num_tokens "
+                "or max_batch_size, or split the model over more ranks"
+            )
+
     def _less_unmeasured_side_buffers(self, quota_bytes: int) -> int:
-        """`quota_bytes`, less the side buffers of the state slots that the measured managers did not have."""
+        """`quota_bytes`, less the side buffers of the state slots that the measured managers did not have.
+
+        Raises ValueError where these leave less than the live states need.
+        """
         if self._budget_bytes is None or not quota_bytes:
             return quota_bytes
-        sizing, budget = self._plan.sizing(), self._budget_bytes
-
-        def total_bytes(quota: int) -> int:
-            config = with_quota(self._config, quota)
-            base = sizing.base_config(config, (GpuCacheTierConfig(quota=quota),), enable_stats=False)
-            slots = sizing.num_state_slots(sizing.plan_config(base, config)) - self._num_measured_slots
-            return quota + max(0, slots) * sizing.free_side_bytes_per_slot
-
-        if total_bytes(quota_bytes) <= budget:
+        budget, minimum = self._budget_bytes, self._plan.sizing().minimum_quota()
+        excess = self._total_bytes(quota_bytes) - budget
+        if excess <= 0:
             return quota_bytes
         # A smaller quota has no more slots, so the whole excess off is enough; the best quota lies between.
-        low, high = quota_bytes - (total_bytes(quota_bytes) - budget), quota_bytes
+        low, high = max(minimum, quota_bytes - excess), quota_bytes
+        if self._total_bytes(low) > budget:
+            low = minimum
+        total = self._total_bytes(low)
+        if total > budget:
+            raise ValueError(
+                f"the KV cache budget is {budget} bytes, but the smallest quota, {low} bytes, and the "
+                f"buffers beside its state slots need {total}: raise max_gpu_total_bytes or "
+                "free_gpu_memory_fraction, lower max_batch_size, or choose another kda_verify_scheme"
+            )
         while high - low > _SEARCH_STEP_BYTES:
             middle = (low + high) // 2
-            low, high = (middle, high) if total_bytes(middle) <= budget else (low, middle)
+            low, high = (middle, high) if self._total_bytes(middle) <= budget else (low, middle)
         return low
+
+    def _total_bytes(self, quota_bytes: int) -> int:
+        """A quota with the side buffers beside it that were not measured."""
+        config, sizing = with_quota(self._config, quota_bytes), self._plan.sizing()
+        base = sizing.base_config(config, (GpuCacheTierConfig(quota=quota_bytes),), enable_stats=False)
+        try:
+            slots = sizing.num_state_slots(sizing.plan_config(base, config))
+        except (ValueError, OutOfMemoryError):
+            # No cache, no slots: where it is too small, a larger one is looked for, else the build says why.
+            return quota_bytes
+        unmeasured = max(0, slots - self._num_measured_slots)
+        return quota_bytes + unmeasured * sizing.free_side_bytes_per_slot
 
     def _build(
         self, target: KvCacheConfigLike, draft: KvCacheConfigLike, is_estimating: bool = False

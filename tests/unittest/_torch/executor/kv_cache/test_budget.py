@@ -58,12 +58,12 @@ def plan(**config: object) -> CachePlan:
 
 
 def measured(creator: KvCacheCreator, memory: Memory) -> int:
-    """The side bytes that were counted in the peak."""
+    """The side bytes that were counted in the peak and that no quota pays for."""
     seen: list[int] = []
 
     def run_step(managers: Managers) -> None:
         memory.managers = managers
-        seen.append(sum(m.side_bytes for m in managers if m is not None))
+        seen.append(sum(m.side_bytes - m.side_bytes_in_quota for m in managers if m is not None))
 
     creator.configure_kv_cache_capacity(run_step)
     return seen[0]
@@ -106,9 +106,9 @@ def test_max_tokens_may_be_the_lowest_limit() -> None:
 def test_side_buffers_count_in_the_measured_peak() -> None:
     memory = Memory()
     creator = KvCacheCreator(plan(free_gpu_memory_fraction=0.5), device="cpu", memory=memory)
-    side = measured(creator, memory)
-    assert side > 0 and memory.log == ["start", "peak"]
-    assert creator.max_gpu_total_bytes == (memory.total - memory.step - side) // 2
+    beside = measured(creator, memory)
+    assert beside > 0 and memory.log == ["start", "peak"]
+    assert creator.max_gpu_total_bytes == (memory.total - memory.step - beside) // 2
 
 
 def test_the_estimation_keeps_records_and_drops_what_only_sizes_pools() -> None:
@@ -193,3 +193,60 @@ def test_side_buffers_of_more_slots_than_were_measured_come_off_the_quota() -> N
     assert budget - 2 * MIB < used <= budget
     assert target.side_bytes > 20 * side
     target.shutdown()
+
+
+def test_records_are_paid_once() -> None:
+    """By the quota, and not by the measured peak as well: pools and side buffers fill what a step leaves."""
+    memory = Memory()
+    creator = KvCacheCreator(plan(free_gpu_memory_fraction=1.0), device="cpu", memory=memory)
+    measured(creator, memory)
+    target, _ = creator.build_managers()
+    assert target.side_bytes_in_quota > 0
+    used = target.impl.get_quota() + target.side_bytes
+    assert 0 <= memory.total - memory.step - used < MIB < target.side_bytes_in_quota
+    target.shutdown()
+
+
+def by_ratio(total: int, scheme: str = "intermediate") -> tuple[KvCacheCreator, int]:
+    """A creator that has measured a step on a device of this size, and its budget."""
+    base = replace(plan(free_gpu_memory_fraction=1.0), kda_token_states=False, kda_verify_scheme=scheme)
+    memory = Memory(total=total)
+    creator = KvCacheCreator(base, device="cpu", memory=memory)
+    beside = measured(creator, memory)
+    return creator, total - memory.step - beside
+
+
+def test_side_buffers_larger_than_the_quota_leave_it_what_fits() -> None:
+    """The search for a quota starts at the smallest that works, never below."""
+    for total in (48 * MIB, 56 * MIB, 64 * MIB, 96 * MIB, 256 * MIB, 1024 * MIB):
+        creator, budget = by_ratio(total)
+        measured_slots = creator._num_measured_slots
+        target, _ = creator.build_managers()
+        free = target._sizing.free_side_bytes_per_slot
+        used = target.impl.get_quota() + max(0, target.num_state_slots - measured_slots) * free
+        assert target.impl.get_quota() >= target._sizing.minimum_quota()
+        assert used <= budget
+        outweighs = target.side_bytes > target.impl.get_quota()
+        target.shutdown()
+    assert outweighs
+
+
+def test_side_buffers_that_leave_less_than_the_live_states_need_are_refused() -> None:
+    """A measured cache with no slots stands for one that was smaller than the smallest."""
+    creator, _ = by_ratio(256 * MIB)
+    creator._num_measured_slots, creator._budget_bytes = 0, creator._plan.sizing().minimum_quota() + 1
+    with pytest.raises(ValueError, match="budget is .* buffers beside its state slots.*max_batch_size"):
+        creator.build_managers()
+
+
+@pytest.mark.parametrize("max_tokens", [None, 64])
+def test_a_budget_of_nothing_is_not_no_bound(max_tokens: int | None) -> None:
+    memory = Memory()
+    creator = KvCacheCreator(
+        plan(free_gpu_memory_fraction=0.5, max_tokens=max_tokens), device="cpu", memory=memory
+    )
+    memory.step = memory.total
+    measured(creator, memory)
+    assert creator.max_gpu_total_bytes == 0
+    with pytest.raises(ValueError, match="free_gpu_memory_fraction is 0.5.*0 bytes.*lower max_num_tokens"):
+        creator.build_managers()
