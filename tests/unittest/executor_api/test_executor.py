@@ -78,6 +78,8 @@ def test_shutdown_answers_what_the_engine_left_open(monkeypatch) -> None:
     assert [error.kind for error in errors if error] == [FailureKind.SHUTDOWN] * 2
     with pytest.raises(RuntimeError, match="shut down"):
         executor.submit([request()])
+    monkeypatch.undo()
+    engine.shutdown()
 
 
 def test_answers_after_the_end_are_dropped(monkeypatch) -> None:
