@@ -59,6 +59,7 @@ class SlotBuffer:
     `memory_order` permutes the axes of `shape` from outermost to innermost in memory; `row_alignment_bytes`
     pads the innermost one. `reseeded` says what becomes of the slot when its committed window is loaded from
     the pool: True zeroes the buffer, False leaves it (nothing is pending then, so it is never read).
+    `paid_by_quota`: the cache's quota pays for the buffer; others lie beside it.
     """
 
     name: str
@@ -66,6 +67,7 @@ class SlotBuffer:
     memory_order: tuple[int, ...]
     row_alignment_bytes: int = 4
     reseeded: bool = False
+    paid_by_quota: bool = False
     dtype: torch.dtype = torch.float32
 
     @property
@@ -314,7 +316,7 @@ class RecordsScheme(_Scheme):
         shape = (3, geometry.num_spec, geometry.num_heads, geometry.head_dim)
         return (
             *_conv_buffers(geometry),
-            SlotBuffer(name="kda_state_tok", shape=shape, memory_order=(0, 1, 2, 3)),
+            SlotBuffer(name="kda_state_tok", shape=shape, memory_order=(0, 1, 2, 3), paid_by_quota=True),
         )
 
     def verify(

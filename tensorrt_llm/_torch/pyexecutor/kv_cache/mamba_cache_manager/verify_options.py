@@ -21,10 +21,6 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.state_spec impo
 P = ParamSpec("P")
 S = TypeVar("S")
 
-QUOTA_BUFFERS = frozenset({"kda_state_tok"})
-"""Side buffers that the GPU quota pays for; others lie outside it and count in the measured peak."""
-
-
 COUNT_DTYPE = torch.int32
 """Of the drafts pending in a slot, one number for all layers."""
 
@@ -106,9 +102,12 @@ class VerifyPlan:
 
     @property
     def quota_bytes_per_slot_layer(self) -> int:
-        """Bytes beside the pools that the quota pays for: 3 M H K fp32 values with records, else 0."""
+        """Bytes beside the pools that the quota pays for: 3 M H K fp32 values with records, else 0.
+
+        What it does not pay for counts in the measured peak.
+        """
         buffers = self.scheme.slot_buffers(self.geometry)
-        return sum(buffer.bytes_per_slot_layer for buffer in buffers if buffer.name in QUOTA_BUFFERS)
+        return sum(buffer.bytes_per_slot_layer for buffer in buffers if buffer.paid_by_quota)
 
     @property
     def bytes_per_slot_layer(self) -> int:

@@ -9,7 +9,13 @@ import random
 import pytest
 import torch
 
-from tensorrt_llm._torch.modules.kda.verify_scheme import INTERMEDIATE, RECORDS, REPLAY
+from tensorrt_llm._torch.modules.kda.verify_scheme import (
+    INTERMEDIATE,
+    RECORDS,
+    REPLAY,
+    KdaGeometry,
+    VerifyScheme,
+)
 from tensorrt_llm._torch.pyexecutor.kv_cache.config import (
     CacheType,
     KvCacheSettings,
@@ -19,6 +25,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.config import (
 from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan, create_manager
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.hybrid_sizing import HybridSizing
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options import VerifyPlan
 from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import (
     UNLIMITED_TOKENS,
     AttentionSizing,
@@ -140,6 +147,24 @@ def test_minimum_quota_differs_by_four_records_and_one_state() -> None:
     for tokens in (0, 1, 1000, 100_000):
         gap = with_records.quota_from_max_tokens(tokens) - without.quota_from_max_tokens(tokens)
         assert gap == 4 * R + B
+
+
+@pytest.mark.parametrize(("records", "fixed"), [(True, 10 * (B + R)), (False, 9 * B)])
+def test_the_fixed_part_of_the_cost_is_the_states_quota(records: bool, fixed: int) -> None:
+    sizing = k3_plan(records=records, max_util_for_resume=0.95).sizing()
+    assert isinstance(sizing, HybridSizing)
+    cost = sizing.cost()
+    assert cost.intercept_bytes == sizing.state_quota() == fixed
+    assert cost.slope_bytes == sizing.bytes_per_token == 27_648
+
+
+@pytest.mark.parametrize("scheme", [RECORDS, REPLAY, INTERMEDIATE])
+def test_the_quota_pays_for_what_the_buffers_say(scheme: VerifyScheme) -> None:
+    geometry = KdaGeometry(num_heads=6, head_dim=128, conv_width=4, num_spec=7)
+    paid = [buffer.name for buffer in scheme.slot_buffers(geometry) if buffer.paid_by_quota]
+    assert paid == (["kda_state_tok"] if scheme is RECORDS else [])
+    plan = VerifyPlan(scheme=scheme, geometry=geometry)
+    assert 69 * plan.quota_bytes_per_slot_layer == (R if scheme is RECORDS else 0)
 
 
 def test_max_tokens_quota_and_its_inverse() -> None:
