@@ -143,6 +143,8 @@ def make_manager(
     ssm_dtype: torch.dtype = torch.float32,
     kv_cache_type: CacheType = CacheType.SELFKONLY,
     cls: type[MambaHybridCacheManagerV2] = MambaHybridCacheManagerV2,
+    mamba_num_layers: int | None = None,
+    mamba_layer_mask: Sequence[bool] | None = None,
     **keywords: object,
 ) -> MambaHybridCacheManagerV2:
     """A manager of recurrent layers followed by attention layers, fp32 throughout."""
@@ -156,8 +158,8 @@ def make_manager(
         num_heads,
         num_heads,
         head_dim,
-        num_state_layers,
-        recurrent,
+        mamba_num_layers or num_state_layers,
+        mamba_layer_mask or recurrent,
         conv_dtype,
         ssm_dtype,
         config or settings(),

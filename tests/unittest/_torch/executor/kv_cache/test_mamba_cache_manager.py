@@ -4,6 +4,7 @@ factory.
 """
 
 import logging
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +15,11 @@ from torch import Tensor
 
 from tensorrt_llm._torch.modules.kda.verify_scheme import KdaGeometry
 from tensorrt_llm._torch.pyexecutor._util import _create_kv_cache_manager
-from tensorrt_llm._torch.pyexecutor.kv_cache.config import CacheType, SpecSettings
+from tensorrt_llm._torch.pyexecutor.kv_cache.config import (
+    CacheType,
+    KvCacheSettings,
+    SpecSettings,
+)
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import (
     MambaHybridCacheManagerV2,
     MixedMambaHybridCacheManager,
@@ -205,7 +210,7 @@ def test_v2_kda_token_states_relocate_with_their_slot(keywords: dict[str, object
     assert [slot_of(manager, req) for req in requests] == [0, 1, 2, 3]
     for name, tensor in side_tensors(manager).items():
         if name != "counts":
-            tensor[:, 3] = torch.nan
+            tensor[:, 2:] = torch.nan
     manager.prev_num_accepted_tokens[:] = torch.arange(manager.num_state_slots, device=device)
     before = snapshot(manager)
     # A chain: the state of 0 lies in 1 now, that of 1 in 2. Both are read before either is written.
@@ -334,15 +339,16 @@ def build(sizing: HybridSizing, quota: int = 128 * MIB, **changes: object) -> KV
     return sizing.build_config(floor_config(sizing, quota, **changes), config)
 
 
+@on_each_device
 @pytest.mark.parametrize(
     ("records", "block_reuse", "at_floor"), [(True, False, True), (False, False, False), (False, True, False)]
 )
 def test_v2_kda_token_states_keep_ssm_pool_at_live_floor(
-    records: bool, block_reuse: bool, at_floor: bool
+    records: bool, block_reuse: bool, at_floor: bool, device: str
 ) -> None:
     sizing = floor_sizing(records=records, block_reuse=block_reuse)
     config = build(sizing)
-    storage = KVCacheManager(config, device="cpu")
+    storage = KVCacheManager(config, device=device)
     slots, pages = (statistics.total for statistics in storage.get_storage_statistics())
     handed = storage.get_quota()
     storage.shutdown()
@@ -395,9 +401,39 @@ def test_v2_kda_token_states_reserve_the_slots_the_runtime_keeps(ratio: float) -
     assert split.num_slots[split.slot_sizes.index((2 * MIB, 64 << 10))] == 21
 
 
-@pytest.mark.parametrize("cause", ["block_reuse", "pool_ratio", "no_attention"])
+OFF_FLOOR: dict[str, tuple[dict[str, object], str]] = {
+    "block_reuse": (
+        {"config": settings(enable_block_reuse=True)},
+        "block reuse keeps snapshots in the state pool: set kv_cache_config.enable_block_reuse=False",
+    ),
+    "pool_ratio": (
+        {"config": settings(pool_ratio=(0.5, 0.5))},
+        "kv_cache_config.pool_ratio sizes the state pool: leave pool_ratio out",
+    ),
+    "no_attention": (
+        {"num_attention_layers": 0},
+        "this rank has no attention layer to take the rest of the quota: choose another pp_size",
+    ),
+}
+
+
+def last_stage(**keywords: object) -> MambaHybridCacheManagerV2:
+    """The second of two pipeline ranks: two attention layers, and none that keeps a state."""
+    layers = [True, True, False, False]
+    return make_manager(
+        mamba_num_layers=2,
+        mamba_layer_mask=layers,
+        num_layers=2,
+        layer_mask=[not layer for layer in layers],
+        mapping=Mapping(world_size=2, rank=1, pp_size=2),
+        **keywords,
+    )
+
+
+@on_each_device
+@pytest.mark.parametrize("cause", list(OFF_FLOOR))
 def test_v2_kda_token_states_refuse_a_pool_off_the_live_floor(
-    cause: str, monkeypatch: pytest.MonkeyPatch
+    cause: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools: list[KVCacheManagerConfig] = []
     original = KVCacheManager.__init__
@@ -407,47 +443,25 @@ def test_v2_kda_token_states_refuse_a_pool_off_the_live_floor(
         original(self, config, *args, **keywords)
 
     monkeypatch.setattr(KVCacheManager, "__init__", noting)
-    arguments, message = {
-        "block_reuse": ({"config": settings(enable_block_reuse=True)}, "enable_block_reuse=False"),
-        "pool_ratio": ({"config": settings(pool_ratio=(0.5, 0.5))}, "leave pool_ratio out"),
-        "no_attention": ({"num_attention_layers": 0}, "no attention layer.*choose another pp_size"),
-    }[cause]
-    with pytest.raises(ValueError, match=message):
-        make_manager(kda_token_states=True, **arguments)
+    arguments, message = OFF_FLOOR[cause]
+    with pytest.raises(ValueError, match=re.escape(message) + ".*or set kda_token_states=False"):
+        make_manager(kda_token_states=True, device=device, **arguments)
     assert not pools
-    make_manager(kda_token_states=False, **arguments).shutdown()
+    make_manager(kda_token_states=False, device=device, **arguments).shutdown()
     assert len(pools) == 1
+    # A rank without KDA layers keeps no records: nothing has to be known beforehand.
+    config = arguments.get("config", settings())
+    assert isinstance(config, KvCacheSettings)
+    if config.pool_ratio is not None:
+        config = replace(config, pool_ratio=(1.0,))
+    without_states = last_stage(kda_token_states=True, config=config, device=device)
+    assert len(pools) == 2 and without_states.kda_state_tok is None and without_states.side_bytes == 0
+    without_states.shutdown()
 
 
 def test_v2_kda_token_states_never_refuse_a_rank_without_kda_layers() -> None:
-    layers = [True, True, False, False]
-    mapping = Mapping(world_size=2, rank=1, pp_size=2)
-    manager = MambaHybridCacheManagerV2(
-        8,
-        4,
-        2,
-        2,
-        8,
-        2,
-        layers,
-        torch.float32,
-        torch.float32,
-        settings(enable_block_reuse=True, enable_kv_pool_rebalance=True),
-        CacheType.SELFKONLY,
-        num_layers=2,
-        num_kv_heads=1,
-        head_dim=12,
-        tokens_per_block=4,
-        max_seq_len=64,
-        max_batch_size=2,
-        mapping=mapping,
-        spec_config=SpecSettings(max_draft_len=2),
-        layer_mask=[not layer for layer in layers],
-        conv_state_layout="q_k_v",
-        kda_replay_num_spec=2,
-        kda_token_states=True,
-        device="cpu",
-    )
+    config = settings(enable_block_reuse=True, enable_kv_pool_rebalance=True)
+    manager = last_stage(kda_token_states=True, config=config)
     assert manager.num_state_slots == 0 and manager.side_bytes == 0
     assert not manager.keeps_kda_token_states
     req = Request(5)
@@ -500,23 +514,53 @@ def test_v2_kda_replay_commit_and_relocation_without_the_replay_caches(count: in
     assert manager.prev_num_accepted_tokens[slot] == 0
     for name, tensor in side_tensors(manager).items():
         assert same_bits(tensor[:, neighbour], kept[name][:, neighbour]), name
-    # Relocation: the request resumes, and its records are never read again.
-    accept(manager, launch(manager, req), 1)
-    assert manager.prev_num_accepted_tokens[slot_of(manager, req)] == 1
+    relocate_to_another_slot(manager, req, count)
     manager.shutdown()
+
+
+def relocate_to_another_slot(manager: MambaHybridCacheManagerV2, req: Request, count: int) -> None:
+    """Resume, accept `count` drafts, and have the storage report another slot: what lies beside follows, bit
+    for bit, drafts beyond the count, which are NaN, included; every neighbour is NaN and stays it.
+    """
+    accept(manager, launch(manager, req, num_drafts=3), count)
+    old = slot_of(manager, req)
+    new = manager.num_state_slots - 1
+    assert new > old and manager.prev_num_accepted_tokens[old] == count
+    for name, tensor in side_tensors(manager).items():
+        if name == "counts":
+            tensor[0, :old], tensor[0, old + 1 :] = 3 - count, 3 - count
+            continue
+        kept = torch.randn(tensor[:, old].shape)
+        tensor[:] = torch.nan
+        tensor[:, old] = kept
+    manager.kda_state_tok[:, old, :, count:] = torch.nan
+    before = snapshot(manager)
+    pools = [(manager.get_ssm_states(i).clone(), manager.get_conv_states(i).clone()) for i in range(3)]
+    move_slots(manager, {req: new})
+    launch(manager, req, num_drafts=3)
+    assert slot_of(manager, req) == new
+    for name, tensor in side_tensors(manager).items():
+        assert same_bits(tensor[:, new], before[name][:, old]), name
+        assert same_bits(tensor[:, :new], before[name][:, :new]), name
+    for layer, (states, windows) in enumerate(pools):
+        assert same_bits(manager.get_ssm_states(layer), states)
+        assert same_bits(manager.get_conv_states(layer), windows)
+    manager._map.slot_of = manager._slot_of
 
 
 def run_rounds(
     manager: MambaHybridCacheManagerV2, toy: ToyKda, req: Request, rounds: list[tuple[list[int], int]]
 ) -> list[Tensor]:
-    """Run verify rounds of these tokens, accept so many drafts of each, and return what its slot is worth."""
-    worth = []
+    """Run verify rounds of these tokens, accept so many drafts of each, and return the rounds' outputs and
+    what the slot is worth after each.
+    """
+    worth: list[Tensor] = []
     for tokens, accepted in rounds:
         req.py_draft_tokens = tokens[1:]
         assert manager.try_allocate_generation(req)
         batch = Batch(generation_requests=[req])
         manager.prepare_resources(batch)
-        toy.verify(manager, [slot_of(manager, req)], [tokens])
+        worth += toy.verify(manager, [slot_of(manager, req)], [tokens])
         accept(manager, batch, accepted)
         for state, window in logical_layers(manager, slot_of(manager, req)):
             worth += [state.clone(), window.clone()]
@@ -557,6 +601,9 @@ def test_v2_kda_replay_suspend_resume_matches_an_unsuspended_run(slot: str, sche
         assert moved is (is_suspended and slot == "slot_taken")
         manager.check_integrity()
         manager.shutdown()
+    # Per round the outputs of all layers, and state and window of each.
+    assert len(worth[0]) == len(after) * 3 * toy.num_layers
+    assert worth[0][0].shape == (3, 2, 32) and not worth[0][0].isnan().any()
     assert all(torch.equal(one, other) for one, other in zip(*worth, strict=True))
 
 
@@ -603,7 +650,7 @@ def test_a_suspended_prompt_goes_on_where_it_was() -> None:
     literal = Literal(toy)
     literal.feed(req.tokens)
     literal.feed([8, 2])
-    worth = run_rounds(manager, toy, req, [([8, 2, 6], 1)])
+    worth = run_rounds(manager, toy, req, [([8, 2, 6], 1)])[toy.num_layers :]
     expected = [part for layer in literal.layers for part in layer]
     assert all(torch.equal(one, other) for one, other in zip(worth, expected, strict=True))
     manager.shutdown()
@@ -614,14 +661,17 @@ def test_v2_kda_replay_refuses_kv_pool_rebalance(path: str) -> None:
     config = settings(enable_kv_pool_rebalance=True)
     if path == "no_replay":
         make_manager(num_spec=None, config=config).shutdown()
+        last_stage(num_spec=None, config=config).shutdown()
         return
     for keywords in ({}, {"kda_token_states": True}, {"kda_verify_scheme": "intermediate"}):
         with pytest.raises(ValueError, match="enable_kv_pool_rebalance=False"):
             make_manager(config=config, **keywords)
+        last_stage(config=config, **keywords).shutdown()
 
 
-def test_v2_kda_replay_records_acceptance_and_skips_dummy_rows() -> None:
-    manager = make_manager(num_spec=7, batch=3, kda_token_states=True)
+@on_each_device
+def test_v2_kda_replay_records_acceptance_and_skips_dummy_rows(device: str) -> None:
+    manager = make_manager(num_spec=7, batch=3, kda_token_states=True, device=device)
     context, generation = Request(0), Request(1)
     admit(manager, context, generation)
     (dummy,) = manager.add_dummy_requests([99], [1], is_gen=True, max_num_draft_tokens=7)
@@ -631,15 +681,17 @@ def test_v2_kda_replay_records_acceptance_and_skips_dummy_rows() -> None:
     manager.prepare_resources(Batch(context_requests=[context], generation_requests=[generation, dummy]))
     ids = [0, 1, 99]
     slots = manager.get_state_indices(ids)
-    manager.prev_num_accepted_tokens[slots] = torch.tensor([7, 8, 9], dtype=torch.int32)
-    manager.update_mamba_states(Metadata(1, ids), torch.tensor([5, 3, 4], dtype=torch.int32))
+    manager.prev_num_accepted_tokens[slots] = torch.tensor([7, 8, 9], dtype=torch.int32, device=device)
+    accepted = torch.tensor([5, 3, 4], dtype=torch.int32, device=device)
+    manager.update_mamba_states(Metadata(1, ids), accepted)
     assert manager.prev_num_accepted_tokens[slots].tolist() == [7, 2, 9]
     manager.shutdown()
 
 
+@on_each_device
 @pytest.mark.parametrize("keywords", [{"kda_token_states": True}, {}])
-def test_v2_kda_replay_resets_context_slots(keywords: dict[str, object]) -> None:
-    manager = make_manager(**keywords)
+def test_v2_kda_replay_resets_context_slots(keywords: dict[str, object], device: str) -> None:
+    manager = make_manager(device=device, **keywords)
     req = Request(0)
     admit(manager, req)
     randomize(manager)
@@ -658,9 +710,12 @@ def test_v2_kda_replay_resets_context_slots(keywords: dict[str, object]) -> None
     manager.shutdown()
 
 
+@on_each_device
 @pytest.mark.parametrize("way_out", ["update_resources", "update_mamba_states", "revert_allocate_generation"])
-def test_v2_kda_replay_refuses_a_suspend_before_the_host_drafter_acceptance(way_out: str) -> None:
-    manager = make_manager(kda_token_states=True)
+def test_v2_kda_replay_refuses_a_suspend_before_the_host_drafter_acceptance(
+    way_out: str, device: str
+) -> None:
+    manager = make_manager(kda_token_states=True, device=device)
     req, other = Request(41), Request(42)
     admit(manager, req, other)
     batch = launch(manager, req, other)
@@ -670,7 +725,7 @@ def test_v2_kda_replay_refuses_a_suspend_before_the_host_drafter_acceptance(way_
     if way_out == "update_resources":
         accept(manager, batch, 1, 0)
     elif way_out == "update_mamba_states":
-        manager.update_mamba_states(Metadata(0, [41, 42]), torch.tensor([2, 1]))
+        manager.update_mamba_states(Metadata(0, [41, 42]), torch.tensor([2, 1], device=device))
     else:
         manager.revert_allocate_generation(req)
     manager.suspend_request(req)
@@ -692,58 +747,6 @@ def test_moves_and_seeds_are_refused_before_acceptance() -> None:
         manager.prepare_resources(Batch(generation_requests=[req]))
     manager._map.slot_of = manager._slot_of
     manager.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"conv_state_layout": "k_q_v"}, "conv_state_layout is 'k_q_v'"),
-        ({"use_replay_state_update": True}, "mutually exclusive"),
-        ({"with_spec_config": False}, "require speculative decoding"),
-        ({"kda_replay_num_spec": 3}, "must match the draft length of spec_config, 2"),
-        ({"conv_state_layout": "x_b_c"}, "conv_state_layout='q_k_v'"),
-        ({"layer_mask": [False, False, True]}, "layer_mask has 3 entries and mamba_layer_mask 4"),
-        ({"kda_verify_scheme": "recrods"}, "kda_verify_scheme='recrods'"),
-        ({"kda_verify_scheme": "replay", "kda_token_states": True}, "contradicts"),
-        ({"kv_connector_manager": object()}, "kv_connector_manager"),
-        ({"max_beam_width": 2}, "max_beam_width is 2"),
-        ({"num_heads": 0}, "mamba_num_heads is 0"),
-        ({"conv_width": 1}, "mamba_d_conv is 1"),
-        ({"ssm_dtype": torch.float16}, "mamba_ssm_cache_dtype is torch.float16"),
-        ({"ssm_dtype": "fp32"}, "mamba_ssm_cache_dtype is 'fp32'"),
-        ({"conv_dtype": torch.int8}, "mamba_cache_dtype is torch.int8"),
-        ({"dtype": "auto"}, "dtype is 'auto'"),
-        ({"kv_cache_type": "SELFKONLY"}, "kv_cache_type is 'SELFKONLY'"),
-        ({"mapping": Mapping(world_size=3, tp_size=3)}, "mamba_num_heads is 2.*3 ranks"),
-        ({"latent_dim": 0}, "head_dim is 0"),
-        ({"num_kv_heads": -1}, "num_kv_heads is -1"),
-        ({"num_layers": 3}, "num_layers is 3"),
-    ],
-)
-def test_v2_kda_replay_validates_configuration(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_manager(**changes)
-
-
-def test_refusals_come_in_the_order_of_the_contract() -> None:
-    """Each mistake alone is refused for itself; of two the earlier in the order wins."""
-    mistakes: list[tuple[dict[str, object], type[Exception], str]] = [
-        ({"model_type": "x"}, TypeError, "model_type"),
-        ({"conv_state_layout": "none"}, ValueError, "conv_state_layout is 'none'"),
-        ({"kda_replay_num_spec": 3}, ValueError, "must match the draft length"),
-        ({"config": {"enable_kv_pool_rebalance": True}}, ValueError, "enable_kv_pool_rebalance"),
-        ({"config": {"pool_ratio": (0.5, 0.5)}}, ValueError, "pool_ratio"),
-        ({"config": {"max_gpu_total_bytes": 4096}}, ValueError, "too small for live recurrent states"),
-    ]
-    for first, (_, error, message) in enumerate(mistakes):
-        merged: dict[str, object] = {"kda_token_states": True}
-        config: dict[str, object] = {}
-        for others, _, _ in mistakes[first:]:
-            config.update(others.get("config", {}))
-            merged.update({k: v for k, v in others.items() if k != "config"})
-        with pytest.raises(error, match=message):
-            make_manager(config=settings(**config), **merged)
-    assert len(mistakes) == 6
 
 
 def test_a_draft_manager_keeps_no_records_and_an_estimation_manager_does() -> None:

@@ -82,15 +82,26 @@ class ToyKda:
 
     def verify(
         self, manager: MambaHybridCacheManagerV2, slots: Sequence[int], rounds: Sequence[Sequence[int]]
-    ) -> None:
-        """One verify round: each request's golden token and drafts, all rounds equally long."""
+    ) -> list[Tensor]:
+        """One verify round: each request's golden token and drafts, all rounds equally long.
+
+        Returns each layer's output [rows, H, V].
+        """
         scheme = manager.verify_scheme
         assert scheme is not None
         tokens = [token for one in rounds for token in one]
         slot_tensor = torch.tensor(slots, dtype=torch.int32, device=self.device)
-        for layer in range(self.num_layers):
-            view = manager.mamba_layer_cache(layer)
-            scheme.verify(self.rows(layer, tokens), self.weights[layer], view, slot_tensor, len(rounds[0]))
+        T = len(rounds[0])
+        return [
+            scheme.verify(
+                self.rows(layer, tokens),
+                self.weights[layer],
+                manager.mamba_layer_cache(layer),
+                slot_tensor,
+                T,
+            )
+            for layer in range(self.num_layers)
+        ]
 
 
 class Literal:
