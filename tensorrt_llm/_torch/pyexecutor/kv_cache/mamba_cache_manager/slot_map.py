@@ -128,12 +128,16 @@ class SlotMap:
         A request that was in no step yet is seeded in its first one: until then its slot may move, and what
         lies beside the slot may be its last owner's still. One without a slot is skipped.
         """
-        ids = list(ids)
+        ids = list(dict.fromkeys(ids))
         self.check_acceptance_stored(ids, "seed")
         if self.buffers is None:
             return
-        self.suspended.update(i for i in ids if i not in self.state_index and self._has_slot(i))
-        self.buffers.seed(sorted({self.state_index[i] for i in ids if i in self.state_index}))
+        ids = [i for i in ids if self._has_slot(i)]
+        mapped = [i for i in ids if i in self.state_index]
+        self.suspended.update(set(ids) - set(mapped))
+        for request_id in mapped:
+            self.place([request_id], num_contexts=request_id not in self.generating)
+        self.buffers.seed([self.state_index[i] for i in mapped])
 
     def _has_slot(self, request_id: int) -> bool:
         try:

@@ -100,6 +100,30 @@ def test_a_new_generation_starts_with_nothing_pending_and_a_resumed_one_from_the
     assert not slots.suspended
 
 
+def test_a_seed_reaches_the_slot_where_the_state_is_now() -> None:
+    """10 was last seen in 1 and lies in 4 now; 11 is seeded in its first step; 12 has no slot."""
+    slots, where = make()
+    where |= {10: 1, 11: 2}
+
+    def slot_of(request_id: int) -> int:
+        if request_id not in where:
+            raise RuntimeError("no slot")
+        return where[request_id]
+
+    slots.slot_of = slot_of
+    slots.place([10], num_contexts=1)
+    mark(slots)
+    where[10] = 4
+    slots.seed([10, 10, 11, 12])
+    assert slots.buffers is not None
+    windows, counts = slots.buffers.tensors["kda_conv_q"], slots.buffers.num_accepted
+    assert not windows[0, 4].any() and (windows[0, 1] == 1).all() and (windows[0, 2] == 2).all()
+    assert (counts[4], counts[1], counts[2]) == (0, 1, 2)
+    slots.place([11], num_contexts=0)
+    assert not windows[0, 2].any() and counts[2] == 0
+    assert slots.state_index == {10: 4, 11: 2} and not slots.suspended
+
+
 def test_two_owners_of_a_slot_are_found() -> None:
     slots, _ = make()
     slots.state_index.update({10: 1, 11: 1})
