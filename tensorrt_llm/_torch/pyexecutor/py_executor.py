@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import torch
+
 from tensorrt_llm import logger
 from tensorrt_llm._torch.pyexecutor.capacity_policy import CapacityPolicy
 from tensorrt_llm._torch.pyexecutor.description import ExecutorDescription
@@ -182,6 +184,12 @@ class PyExecutor:
         self._cache.shutdown()
 
     def _run(self) -> None:
+        if self.description.device == "cpu":
+            # A step is many small operators. The thread that loaded the model keeps OpenMP workers of its
+            # own, and a second set leaves more threads than cores: every operator then waits for the system,
+            # on two cores 20 ms a token against 8 alone. This thread's count changes, and that of threads
+            # that torch first sees later.
+            torch.set_num_threads(1)
         try:
             while not self._inbox.is_closed:
                 if not self._scheduler.has_requests:
