@@ -36,7 +36,6 @@ class KimiTextConfig:
     moe: MoeConfig | None
     activation: GatedActivation = field(default_factory=GatedActivation)
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
 
     def is_attention_layer(self, layer_idx: int) -> bool:
         return layer_idx in self.attention_layers
@@ -184,7 +183,6 @@ def parse_config(raw: Mapping[str, Any]) -> KimiTextConfig:
         moe=moe,
         activation=_activation(text),
         eos_token_ids=_eos_ids(text, top),
-        bos_token_id=text.get("bos_token_id", top.get("bos_token_id")),
     )
 
 

@@ -34,7 +34,6 @@ class ModelTraits:
     vocab_size: int
     max_position_embeddings: int
     dtype: torch.dtype
-    default_block_reuse: bool
     default_tokens_per_block: int
 
 
@@ -174,7 +173,6 @@ class KimiForCausalLM(nn.Module):
             vocab_size=c.vocab_size,
             max_position_embeddings=c.max_position_embeddings,
             dtype=self.dtype,
-            default_block_reuse=False,
             default_tokens_per_block=64,
         )
 

@@ -7,7 +7,6 @@ that run the same number of tokens T this round; inside it request r owns rows `
 T`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -80,23 +79,3 @@ class LayerCaches(Protocol):
         """The recurrent state and conv buffers of a layer, one row a slot
         (`kda.verify_scheme.KdaLayerCache`)."""
         ...
-
-
-def make_group(
-    request_ids: Sequence[int],
-    num_tokens: int,
-    row_start: int,
-    slots: Tensor,
-    positions_start: Sequence[int],
-    pages: Sequence[Tensor],
-) -> VerifyGroup:
-    """A VerifyGroup from the slots tensor int32 [requests]; reads its values to the host once."""
-    return VerifyGroup(
-        num_tokens=num_tokens,
-        row_start=row_start,
-        request_ids=tuple(request_ids),
-        slots=slots,
-        slot_ids=tuple(slots.tolist()),
-        positions_start=tuple(positions_start),
-        pages=tuple(pages),
-    )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small random Kimi model and literal layer caches, for tests of modules and models."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from tensorrt_llm._torch.modules.kda.verify_scheme import (
     VerifyScheme,
 )
 from tensorrt_llm._torch.modules.linear import FusedLinear
-from tensorrt_llm._torch.modules.metadata import ContextChunk, ForwardMetadata, make_group
+from tensorrt_llm._torch.modules.metadata import ContextChunk, ForwardMetadata, VerifyGroup
 
 RAW_CONFIG: dict[str, Any] = {
     "num_hidden_layers": 5,
@@ -162,6 +163,26 @@ def context(num_tokens: int, start: int, slot: int, pages: Tensor) -> ForwardMet
         request_id=0, row_start=0, num_tokens=num_tokens, position_start=start, slot=slot, pages=pages
     )
     return ForwardMetadata(contexts=(chunk,), groups=(), num_tokens=num_tokens)
+
+
+def make_group(
+    request_ids: Sequence[int],
+    num_tokens: int,
+    row_start: int,
+    slots: Tensor,
+    positions_start: Sequence[int],
+    pages: Sequence[Tensor],
+) -> VerifyGroup:
+    """A VerifyGroup from the slots tensor int32 [requests]; reads its values to the host once."""
+    return VerifyGroup(
+        num_tokens=num_tokens,
+        row_start=row_start,
+        request_ids=tuple(request_ids),
+        slots=slots,
+        slot_ids=tuple(slots.tolist()),
+        positions_start=tuple(positions_start),
+        pages=tuple(pages),
+    )
 
 
 def round_of(

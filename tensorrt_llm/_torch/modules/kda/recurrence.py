@@ -60,10 +60,7 @@ class KdaWeights:
 
 
 class KdaTokens(NamedTuple):
-    """Per-token operands of the recurrence, fp32:
-
-    Q, k, log_decay [..., H, K], v [..., H, V], beta [..., H].
-    """
+    """Per-token operands, fp32: q, k and log_decay [..., H, K], v [..., H, V], beta [..., H]."""
 
     q: Tensor
     k: Tensor
@@ -86,8 +83,7 @@ def _fma_in_double(decay: Tensor, state: Tensor, product: Tensor) -> Tensor:
 
 @cache
 def _addcmul_is_fused(device_type: str) -> bool:
-    """Whether `torch.addcmul` rounds once on this device, found by trying it on the shapes the recurrence
-    uses."""
+    """Whether `torch.addcmul` rounds once on this device, found by trying it on the recurrence's shapes."""
     gen = torch.Generator().manual_seed(0)
     decay, state, product = (
         torch.randn(shape, generator=gen) for shape in ((2, 1, 128), (2, 128, 128), (2, 128, 128))
@@ -97,10 +93,7 @@ def _addcmul_is_fused(device_type: str) -> bool:
 
 
 def fma(decay: Tensor, state: Tensor, product: Tensor) -> Tensor:
-    """decay * state + product with one rounding;
-
-    Decay broadcasts against state. fp64 inputs use plain arithmetic.
-    """
+    """decay * state + product with one rounding, decay broadcast; plain arithmetic for float64."""
     if state.dtype == torch.float64 or _addcmul_is_fused(state.device.type):
         return torch.addcmul(product, decay, state)
     return _fma_in_double(decay, state, product)
@@ -125,10 +118,7 @@ def read_out(state: Tensor, q: Tensor) -> Tensor:
 
 
 def recurrent_kda(tokens: KdaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Run T tokens (operands [..., T, H, K]) from `state` [..., H, V, K];
-
-    Return o [..., T, H, V] and the last state.
-    """
+    """o [..., T, H, V] and the last state of T tokens [..., T, H, K] that start at `state` [..., H, V, K]."""
     outputs = []
     for t in range(tokens.q.shape[-3]):
         q, k, v, log_decay = (x[..., t, :, :] for x in tokens[:4])
@@ -148,9 +138,9 @@ def log_decay(f: Tensor, weights: KdaWeights) -> Tensor:
 
 
 def short_conv(sequence: Tensor, taps: Tensor) -> Tensor:
-    """Causal depthwise convolution and SiLU:
+    """Causal depthwise convolution, then SiLU.
 
-    Sequence [..., W-1+T, C] (W-1 rows of history first), taps [W, C] -> [..., T, C].
+    sequence [..., W-1+T, C], W-1 rows of history first; taps [W, C] -> [..., T, C].
     """
     width = taps.shape[0]
     num_tokens = sequence.shape[-2] - (width - 1)

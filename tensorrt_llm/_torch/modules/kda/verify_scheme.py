@@ -16,6 +16,7 @@ Shapes: L layers, N slots, H heads, K = V head width, D = H*K, W conv width, M d
 accepted drafts.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -175,18 +176,15 @@ class VerifyScheme(Protocol):
         ...
 
     def promote(self, cache: KdaLayerCache, slot_ids: Sequence[int], counts: Sequence[int]) -> bool:
-        """After acceptance:
+        """Bring the slots to their accepted drafts if the scheme does so at acceptance.
 
-        Bring the slot to its accepted draft if the scheme does that now. True = nothing stays pending.
+        True when it did: nothing stays pending and the caller zeroes the count.
         """
         ...
 
 
 def load_window(cache: KdaLayerCache, slot: int, pending: int, columns: int) -> Tensor:
-    """Raw inputs [columns, 3D] that precede the next token:
-
-    Columns P..P+columns-1 of the extended windows.
-    """
+    """Raw inputs [columns, 3D] before the next token: columns P..P+columns-1 of the extended windows."""
     parts = [
         c[slot, :, pending : pending + columns].T
         for c in (cache.kda_conv_q, cache.kda_conv_k, cache.kda_conv_v)
@@ -229,16 +227,15 @@ def _replayed(state: Tensor, records: Sequence[KdaRecord]) -> Tensor:
     return state
 
 
-class _Scheme:
-    """The round that the schemes share:
+class _Scheme(ABC):
+    """The round that all share; schemes differ in what they keep of a draft and how they return to it."""
 
-    They differ in what they keep of a draft and how they return to it.
-    """
-
-    def pending_records(self, cache: KdaLayerCache, slot: int, state: Tensor, count: int) -> Tensor:
+    @abstractmethod
+    def replay_pending(self, cache: KdaLayerCache, slot: int, state: Tensor, count: int) -> Tensor:
         """The state after the slot's first `count` pending drafts."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def keep_draft(
         self,
         cache: KdaLayerCache,
@@ -248,11 +245,8 @@ class _Scheme:
         record: KdaRecord,
         state: Tensor,
     ) -> None:
-        """Store draft `draft` (token draft+1 of the round) of these slots;
-
-        Operands are [N, H, ...] of that token.
-        """
-        raise NotImplementedError
+        """Store draft `draft`, token draft+1 of the round, of these slots; its operands are [N, H, ...]."""
+        ...
 
     def verify(
         self, rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor, T: int
@@ -269,7 +263,7 @@ class _Scheme:
         tokens = prepare_tokens(sequence, rows.f.view(N, T, -1), rows.b.view(N, T, -1), weights)
         state = torch.stack(
             [
-                self.pending_records(cache, s, cache.temporal[s], p)
+                self.replay_pending(cache, s, cache.temporal[s], p)
                 for s, p in zip(slot_ids, pending, strict=True)
             ]
         )
@@ -290,7 +284,7 @@ class _Scheme:
         columns = cache.conv.shape[-1]
         for slot, count in zip(slot_ids, counts, strict=True):
             if count:
-                cache.temporal[slot] = self.pending_records(cache, slot, cache.temporal[slot], count)
+                cache.temporal[slot] = self.replay_pending(cache, slot, cache.temporal[slot], count)
             cache.conv[slot] = load_window(cache, slot, count, columns).T.to(cache.conv.dtype)
 
     def promote(self, cache: KdaLayerCache, slot_ids: Sequence[int], counts: Sequence[int]) -> bool:
@@ -344,7 +338,7 @@ class RecordsScheme(_Scheme):
             eps=weights.norm_eps,
         )
 
-    def pending_records(self, cache: KdaLayerCache, slot: int, state: Tensor, count: int) -> Tensor:
+    def replay_pending(self, cache: KdaLayerCache, slot: int, state: Tensor, count: int) -> Tensor:
         return _replayed(state, [KdaRecord(*cache.kda_state_tok[slot, :, m]) for m in range(count)])
 
     def keep_draft(
@@ -360,7 +354,7 @@ class RecordsScheme(_Scheme):
 
 
 class ReplayScheme(_Scheme):
-    """Keep the drafts' inputs:
+    """Keep the drafts' inputs.
 
     `kda_qkg_cache` [N, M, 3, D] (q, k, log decay), `kda_v_cache` [N, M, D], `kda_beta_cache` [N, M, H].
     """
@@ -382,7 +376,7 @@ class ReplayScheme(_Scheme):
             ),
         )
 
-    def pending_records(self, cache: KdaLayerCache, slot: int, state: Tensor, count: int) -> Tensor:
+    def replay_pending(self, cache: KdaLayerCache, slot: int, state: Tensor, count: int) -> Tensor:
         H, V, K = state.shape
         for m in range(count):
             _, k, log_decay = cache.kda_qkg_cache[slot, m].view(3, H, K)
@@ -407,10 +401,7 @@ class ReplayScheme(_Scheme):
 
 
 class IntermediateScheme(_Scheme):
-    """Keep the states after the M drafts in `intermediate_ssm` fp32 [N, M, H, V, K];
-
-    Acceptance copies one back.
-    """
+    """Keep the states after the M drafts, `intermediate_ssm` fp32 [N, M, H, V, K]; one is copied back."""
 
     name = "intermediate"
 
@@ -422,7 +413,7 @@ class IntermediateScheme(_Scheme):
             SlotBuffer(name="intermediate_ssm", shape=shape, memory_order=(0, 1, 2, 3)),
         )
 
-    def pending_records(self, cache: KdaLayerCache, slot: int, state: Tensor, count: int) -> Tensor:
+    def replay_pending(self, cache: KdaLayerCache, slot: int, state: Tensor, count: int) -> Tensor:
         return cache.intermediate_ssm[slot, count - 1] if count else state
 
     def keep_draft(
@@ -440,7 +431,7 @@ class IntermediateScheme(_Scheme):
         columns = cache.conv.shape[-1]
         for slot, count in zip(slot_ids, counts, strict=True):
             if count:
-                cache.temporal[slot] = self.pending_records(cache, slot, cache.temporal[slot], count)
+                cache.temporal[slot] = self.replay_pending(cache, slot, cache.temporal[slot], count)
                 store_window(cache, slot, load_window(cache, slot, count, columns))
         return True
 

@@ -6,12 +6,13 @@ import torch
 
 from tensorrt_llm._torch.models.modeling_kimi import KimiForCausalLM
 from tensorrt_llm._torch.modules.kda.verify_scheme import RECORDS, SCHEMES, VerifyScheme
-from tensorrt_llm._torch.modules.metadata import ContextChunk, ForwardMetadata, make_group
+from tensorrt_llm._torch.modules.metadata import ContextChunk, ForwardMetadata
 from tests.unittest._torch.kimi_small import (
     KIMI_LINEAR_CONFIG,
     RAW_CONFIG,
     ModelCaches,
     context,
+    make_group,
     random_model,
     round_of,
 )

@@ -134,7 +134,7 @@ def logical_layers(manager: MambaHybridCacheManagerV2, slot: int, W: int = 4) ->
             continue
         scheme = manager.verify_scheme
         assert scheme is not None
-        state = scheme.pending_records(view, slot, view.temporal[slot], count)
+        state = scheme.replay_pending(view, slot, view.temporal[slot], count)
         layers.append((state, load_window(view, slot, count, W - 1)))
     return layers
 
