@@ -29,6 +29,7 @@ from torch import Tensor
 
 from tensorrt_llm._torch.modules.kda.ops import packs
 from tensorrt_llm._torch.modules.kda.ops.catalog import OPS
+from tensorrt_llm._torch.modules.kda.ops.compiled import KernelCache
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.inputs import (
     HEAD_DIM,
     VerifyInputs,
@@ -251,7 +252,8 @@ def implementations(names: Sequence[str], pack: Path | None) -> dict[str, Callab
         run = entry.implementation(base).load()
         if base == "cute":
             architecture = architecture_of(torch.device("cuda"))
-            run = run(packs.open_pack(pack, architecture, entry.name, entry.sources) if pack else None)
+            opened = packs.open_pack(pack, architecture, entry.name, entry.kernel_sources) if pack else None
+            run = run(KernelCache(entry.kernels, opened))
             if variant:
                 config = parse_variant(variant)
                 run = lambda *args, run=run, config=config: run(*args, config=config)  # noqa: E731

@@ -21,22 +21,12 @@ import torch
 
 from tensorrt_llm import envs
 from tensorrt_llm._torch.modules.kda.ops import packs
+from tensorrt_llm._torch.modules.kda.ops.catalog import OPS
 from tensorrt_llm._torch.modules.kda.ops.selection import architecture_of
 
 ROOT = Path(__file__).parents[1]
 RECEIPTS = ROOT / "tests" / "receipts"
 TESTS = ROOT / "tests" / "unittest" / "_torch" / "modules" / "kda" / "ops"
-# What a receipt vouches for, relative to the ops package. The choice among tested launches is not in it.
-SOURCES = (
-    "k3_kda_verify/cute.py",
-    "k3_kda_verify/cute_primitives.py",
-    "k3_kda_verify/launch.py",
-    "k3_kda_verify/compiled.py",
-    "k3_kda_verify/triton.py",
-    "k3_kda_verify/reference.py",
-    "kda_commit_pending/triton.py",
-    "kda_commit_pending/reference.py",
-)
 PACKAGES = ("torch", "triton", "apache-tvm-ffi", "nvidia-cutlass-dsl")
 
 
@@ -53,8 +43,8 @@ class Outcomes:
 
 
 def source_hash() -> str:
-    """sha256 over `SOURCES`."""
-    return packs.source_hash(SOURCES)
+    """What a receipt vouches for: sha256 over the sources of every implementation of every op."""
+    return packs.source_hash(tuple({source for op in OPS.values() for source in op.sources}))
 
 
 def _versions() -> dict[str, str]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`trtllm-kernels`: compile the CuTe DSL kernels ahead of time, on a machine that needs no GPU.
 
-    trtllm-kernels build --arch sm_90a,sm_100a,sm_103a --out DIR
+    trtllm-kernels build --arch sm_90a,sm_100a,sm_103a --out DIR [--op NAME,NAME]
     trtllm-kernels show DIR
 
 Set TRTLLM_KERNEL_PACK=DIR to use a pack. Building needs nvidia-cutlass-dsl and a C compiler for linking.
@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,9 +21,9 @@ from typing import Any
 
 from tensorrt_llm._torch.modules.kda.ops import packs
 from tensorrt_llm._torch.modules.kda.ops.catalog import OPS
-from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.launch import VerifyConfig, packed_configs
-from tensorrt_llm._torch.modules.kda.ops.registry import CUTE_ARCHITECTURES
+from tensorrt_llm._torch.modules.kda.ops.registry import CUTE_ARCHITECTURES, OpEntry
 
+BUILDABLE = tuple(name for name, op in OPS.items() if op.kernels is not None)
 PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch")
 
 
@@ -68,18 +68,18 @@ def _elf_section(data: bytes, name: bytes) -> bytes:
     return b""
 
 
-def compile_kernel(config: VerifyConfig, arch: str, work: Path) -> tuple[Path, packs.KernelRecord]:
-    """An object file in `work` and what is in it. Needs the DSL."""
-    from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.cute import compile_verify
-
+def compile_kernel(op: OpEntry, config: Any, arch: str, work: Path) -> tuple[Path, packs.KernelRecord]:
+    """An object file in `work` and what is in it. Needs the DSL; ValueError for an op without kernels."""
+    if op.kernels is None:
+        raise ValueError(f"{op.name} has no kernels to compile: choose from {', '.join(BUILDABLE)}")
     dump = work / f"{config.name}.{arch}"
     dump.mkdir()
-    compiled = compile_verify(config, arch, f"--keep-cubin --dump-dir {dump}")
+    compiled = op.kernels.compile(config, arch, f"--keep-cubin --dump-dir {dump}")
     target = work / f"{config.name}.{arch}.o"
     compiled.export_to_c(str(target), function_name=config.name)
     usage = read_usage(next(dump.glob("*.cubin")).read_bytes())
     record = packs.KernelRecord(
-        op="k3_kda_verify", architecture=arch, symbol=config.name, config=asdict(config),
+        op=op.name, architecture=arch, symbol=config.name, config=asdict(config),
         registers=usage.registers, stack_bytes=usage.stack_bytes,
     )  # fmt: skip
     return target, record
@@ -103,8 +103,11 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def build(architectures: Sequence[str], out: Path, *, measurements: bool = False) -> packs.Manifest:
-    """Compile every configuration for every architecture into `out`, and write the manifest last."""
+def build(
+    architectures: Sequence[str], out: Path, *, names: Sequence[str] = BUILDABLE, measurements: bool = False
+) -> packs.Manifest:
+    """Compile the ops `names` for every architecture into `out`, and write the manifest last."""
+    ops = [OPS[name] for name in names]
     out.mkdir(parents=True, exist_ok=True)
     (out / packs.MANIFEST).unlink(missing_ok=True)
     runtime, link_with = _runtime_libraries()
@@ -113,7 +116,12 @@ def build(architectures: Sequence[str], out: Path, *, measurements: bool = False
     kernels: list[packs.KernelRecord] = []
     with tempfile.TemporaryDirectory() as scratch:
         for arch in architectures:
-            built = [compile_kernel(config, arch, Path(scratch)) for config in packed_configs(measurements)]
+            built = [
+                compile_kernel(op, config, arch, Path(scratch))
+                for op in ops
+                if op.kernels is not None
+                for config in op.kernels.configs(measurements)
+            ]
             kernels.extend(record for _, record in built)
             library = out / f"kda_{arch}.so"
             objects = [str(target) for target, _ in built]
@@ -123,7 +131,7 @@ def build(architectures: Sequence[str], out: Path, *, measurements: bool = False
             libraries[arch] = packs.Library(file=library.name, sha256=packs.file_hash(library))
     manifest = packs.Manifest(
         format=packs.FORMAT,
-        source_hashes={name: packs.source_hash(op.sources) for name, op in OPS.items() if op.sources},
+        source_hashes={op.name: packs.source_hash(op.kernel_sources) for op in ops},
         versions=_versions(),
         libraries=libraries,
         kernels=tuple(kernels),
@@ -141,12 +149,17 @@ def _table(manifest: packs.Manifest) -> str:
     return "\n".join(lines)
 
 
-def _architectures(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    unknown = [name for name in names if name not in CUTE_ARCHITECTURES]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; choose from {', '.join(CUTE_ARCHITECTURES)}")
-    return names
+def _names_of(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    """Reads a comma-separated list of names among those `known`."""
+
+    def read(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(text.split(",")))
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; choose from {', '.join(known)}")
+        return names
+
+    return read
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,7 +168,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     builder: Any = commands.add_parser("build", help="compile into a pack")
     builder.add_argument(
-        "--arch", type=_architectures, default=CUTE_ARCHITECTURES, help="comma-separated targets"
+        "--arch", type=_names_of(CUTE_ARCHITECTURES), default=CUTE_ARCHITECTURES,
+        help="comma-separated targets, all unless named",
+    )  # fmt: skip
+    builder.add_argument(
+        "--op", type=_names_of(BUILDABLE), default=BUILDABLE, help="comma-separated ops, all unless named"
     )
     builder.add_argument("--out", type=Path, required=True, help="directory of the pack")
     builder.add_argument("--measurements", action="store_true", help="add kernels that only benchmarks run")
@@ -164,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         if options.command == "build":
-            manifest = build(options.arch, options.out, measurements=options.measurements)
+            manifest = build(options.arch, options.out, names=options.op, measurements=options.measurements)
         else:
             manifest = packs.read_manifest(options.pack)
     except (packs.PackRefused, ImportError) as error:

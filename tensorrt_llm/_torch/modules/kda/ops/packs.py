@@ -95,7 +95,10 @@ def read_manifest(directory: Path) -> Manifest:
 def check_pack(directory: Path, architecture: str, op: str, sources: tuple[str, ...]) -> Manifest:
     """The manifest, known to fit an op's sources, an architecture and its own files; else PackRefused."""
     manifest = read_manifest(directory)
-    expected, found = source_hash(sources), manifest.source_hashes.get(op, "none")
+    expected, found = source_hash(sources), manifest.source_hashes.get(op)
+    if found is None:
+        known = ", ".join(sorted(manifest.source_hashes)) or "nothing"
+        raise PackRefused(f"it has no kernels of {op}, only of {known}")
     if found != expected:
         raise PackRefused(
             f"its {op} was compiled from other sources ({found[:12]}, these are {expected[:12]}); build it "

@@ -4,7 +4,7 @@
 `catalog.OPS` lists the ops; nothing here imports a kernel module.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,12 +32,15 @@ class Tolerance:
 class Implementation:
     """One way to run an op. `load` imports it and returns a callable with the op's arguments.
 
+    For "cute" it returns what makes that callable from the op's `compiled.KernelCache`.
     architectures: where it runs; "cpu", "cuda" (any CUDA device) or names of CUDA architectures.
+    sources: the files whose text decides what it computes, relative to this package.
     """
 
     name: Name
     architectures: tuple[str, ...]
     load: Callable[[], Callable[..., Any]]
+    sources: tuple[str, ...]
 
     def runs_on(self, architecture: str) -> bool:
         any_cuda = architecture != "cpu" and "cuda" in self.architectures
@@ -45,12 +48,24 @@ class Implementation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledKernels:
+    """What `trtllm-kernels` builds of an op.
+
+    configs(measurements) -> what kernels are specialised for: frozen dataclasses with a `name` that is the
+    kernel's symbol; with `measurements`, those that only benchmarks run too.
+    compile(config, arch, options) -> the launcher, for `arch` (None: this machine's GPU); imports the DSL.
+    """
+
+    configs: Callable[[bool], Iterable[Any]]
+    compile: Callable[[Any, str | None, str], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpEntry:
     """An op: `implementations` run from the fastest to the one that runs everywhere, the reference.
 
     make_inputs(shape, seed=, device=) -> inputs with `arguments()` in the op's order and `mutable()`.
-    `shapes`: the ones that tests and receipts must cover. `sources`: files whose text decides what a compiled
-    kernel does, relative to this package.
+    `shapes`: the ones that tests and receipts must cover. `kernels`: of the "cute" implementation.
     """
 
     name: str
@@ -59,7 +74,17 @@ class OpEntry:
     make_inputs: Callable[..., Any]
     shapes: tuple[Any, ...]
     tolerance: Tolerance
-    sources: tuple[str, ...]
+    kernels: CompiledKernels | None = None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Every implementation's."""
+        return tuple(sorted({source for found in self.implementations for source in found.sources}))
+
+    @property
+    def kernel_sources(self) -> tuple[str, ...]:
+        """What a pack of this op is compiled from; () for an op without kernels."""
+        return self.implementation("cute").sources if self.kernels is not None else ()
 
     def implementation(self, name: str) -> Implementation:
         """The implementation of this name; ValueError names those there are."""

@@ -12,6 +12,7 @@ import torch
 
 from tensorrt_llm import envs
 from tensorrt_llm._torch.modules.kda.ops import packs
+from tensorrt_llm._torch.modules.kda.ops.compiled import KernelCache
 from tensorrt_llm._torch.modules.kda.ops.registry import CUTE_ARCHITECTURES, Name, OpEntry
 from tensorrt_llm.logger import logger
 
@@ -98,9 +99,9 @@ def select(entry: OpEntry, device: torch.device) -> Selection:
 @cache
 def _selected(entry: OpEntry, architecture: str, wanted: str, directory: Path | None) -> Selection:
     pack, refusal = None, ""
-    if directory is not None and entry.sources and architecture in CUTE_ARCHITECTURES:
+    if directory is not None and entry.kernels is not None and architecture in CUTE_ARCHITECTURES:
         try:
-            pack = packs.open_pack(directory, architecture, entry.name, entry.sources)
+            pack = packs.open_pack(directory, architecture, entry.name, entry.kernel_sources)
         except packs.PackRefused as error:
             refusal = str(error)
             logger.warning_once(f"Kernel pack {directory} is not used: {refusal}")
@@ -114,8 +115,8 @@ def _selected(entry: OpEntry, architecture: str, wanted: str, directory: Path | 
     )
     choice = choose(facts, tuple(implementation.name for implementation in entry.implementations))
     run = entry.implementation(choice.name).load()
-    if choice.name == "cute":
-        run = run(pack)
+    if choice.name == "cute" and entry.kernels is not None:
+        run = run(KernelCache(entry.kernels, pack))
     label = f"{choice.name}{f' ({choice.source})' if choice.source else ''}"
     logger.info_once(f"{entry.name} on {architecture}: {label}: {choice.reason}")
     return Selection(choice=choice, run=run)

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.inputs import VerifyShape, make_inputs
+from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.launch import VerifyConfig, packed_configs
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.reference import k3_kda_verify_reference
 from tensorrt_llm._torch.modules.kda.ops.registry import (
     CUTE_ARCHITECTURES,
+    CompiledKernels,
     Implementation,
     OpEntry,
     Tolerance,
@@ -30,13 +32,39 @@ def _load_cute() -> Callable[..., Any]:
     return CompiledVerify
 
 
+def _compile(config: VerifyConfig, arch: str | None, options: str) -> Any:
+    from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.cute import compile_verify
+
+    return compile_verify(config, arch, options)
+
+
 ENTRY = OpEntry(
     name="k3_kda_verify",
     reference=k3_kda_verify_reference,
     implementations=(
-        Implementation(name="cute", architectures=CUTE_ARCHITECTURES, load=_load_cute),
-        Implementation(name="triton", architectures=("cuda",), load=_load_triton),
-        Implementation(name="torch", architectures=("cpu", "cuda"), load=_load_reference),
+        Implementation(
+            name="cute",
+            architectures=CUTE_ARCHITECTURES,
+            load=_load_cute,
+            sources=(
+                "k3_kda_verify/compiled.py",
+                "k3_kda_verify/cute.py",
+                "k3_kda_verify/cute_primitives.py",
+                "k3_kda_verify/launch.py",
+            ),
+        ),
+        Implementation(
+            name="triton",
+            architectures=("cuda",),
+            load=_load_triton,
+            sources=("k3_kda_verify/triton.py",),
+        ),
+        Implementation(
+            name="torch",
+            architectures=("cpu", "cuda"),
+            load=_load_reference,
+            sources=("k3_kda_verify/reference.py",),
+        ),
     ),
     make_inputs=make_inputs,
     shapes=tuple(
@@ -48,5 +76,5 @@ ENTRY = OpEntry(
     # Outputs: q is rounded to TF32 and o to bf16 before the norm. States: fp32 sums, 3xTF32 products. Folded:
     # the bf16 rounding of f_b moves a decay by up to 2^-9 where an fp32 sum lands on the other side of a tie.
     tolerance=Tolerance(output=5e-3, state=2e-5, chained=1e-4, folded=5e-4),
-    sources=("k3_kda_verify/cute.py", "k3_kda_verify/cute_primitives.py", "k3_kda_verify/launch.py"),
+    kernels=CompiledKernels(configs=packed_configs, compile=_compile),
 )

@@ -23,12 +23,21 @@ ENTRY = OpEntry(
     name="kda_commit_pending",
     reference=kda_commit_pending_reference,
     implementations=(
-        Implementation(name="triton", architectures=("cuda",), load=_load_triton),
-        Implementation(name="torch", architectures=("cpu", "cuda"), load=_load_reference),
+        Implementation(
+            name="triton",
+            architectures=("cuda",),
+            load=_load_triton,
+            sources=("kda_commit_pending/triton.py",),
+        ),
+        Implementation(
+            name="torch",
+            architectures=("cpu", "cuda"),
+            load=_load_reference,
+            sources=("kda_commit_pending/reference.py",),
+        ),
     ),
     make_inputs=make_inputs,
     shapes=(CommitShape(layers=1, requests=1), CommitShape(layers=3, requests=5, heads=2)),
     # Replay is defined bit for bit, and the window is copied.
     tolerance=Tolerance(output=0.0, state=0.0, chained=0.0, folded=0.0),
-    sources=(),
 )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tensorrt_llm._torch.modules.kda.ops import packs
 from tensorrt_llm._torch.modules.kda.ops.catalog import OPS
+from tensorrt_llm._torch.modules.kda.ops.compiled import KernelCache
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.inputs import (
     VerifyInputs,
     VerifyShape,
@@ -49,8 +50,8 @@ def load_run(name: str) -> Run:
         return run
     directory = kernel_pack()
     architecture = architecture_of(torch.device("cuda"))
-    pack = packs.open_pack(directory, architecture, VERIFY.name, VERIFY.sources) if directory else None
-    compiled = run(pack)
+    pack = packs.open_pack(directory, architecture, VERIFY.name, VERIFY.kernel_sources) if directory else None
+    compiled = run(KernelCache(VERIFY.kernels, pack))
     base_config = VerifyConfig(split=int(launch[5]))
 
     def call(*arguments: Any) -> Tensor:

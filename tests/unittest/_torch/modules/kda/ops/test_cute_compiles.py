@@ -5,17 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from tensorrt_llm._torch.modules.kda.ops.catalog import OPS
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.launch import SPLITS, VerifyConfig
 from tensorrt_llm._torch.modules.kda.ops.registry import CUTE_ARCHITECTURES
 from tensorrt_llm.commands.kernels import compile_kernel
 
 pytest.importorskip("cutlass")
+VERIFY = OPS["k3_kda_verify"]
 
 
 @pytest.mark.parametrize("architecture", CUTE_ARCHITECTURES)
 def test_every_split_compiles_without_spills(architecture: str, tmp_path: Path) -> None:
     for split in SPLITS:
-        _, record = compile_kernel(VerifyConfig(split=split), architecture, tmp_path)
+        _, record = compile_kernel(VERIFY, VerifyConfig(split=split), architecture, tmp_path)
         assert record.stack_bytes == 0, record
         # Three CTAs of 128 threads to an SM.
         assert 0 < record.registers <= 168, record

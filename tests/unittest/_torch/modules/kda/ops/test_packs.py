@@ -19,7 +19,7 @@ def _write_pack(directory: Path, **changes: object) -> None:
         (directory / name).write_bytes(name.encode())
     manifest = packs.Manifest(
         format=packs.FORMAT,
-        source_hashes={VERIFY.name: packs.source_hash(VERIFY.sources)},
+        source_hashes={VERIFY.name: packs.source_hash(VERIFY.kernel_sources)},
         versions={"torch": "0"},
         libraries={
             "sm_90a": packs.Library(file="kda.so", sha256=packs.file_hash(directory / "kda.so")),
@@ -32,7 +32,7 @@ def _write_pack(directory: Path, **changes: object) -> None:
 
 
 def _check(directory: Path, architecture: str = "sm_90a") -> packs.Manifest:
-    return packs.check_pack(directory, architecture, VERIFY.name, VERIFY.sources)
+    return packs.check_pack(directory, architecture, VERIFY.name, VERIFY.kernel_sources)
 
 
 def test_a_matching_pack_passes_and_reads_back(tmp_path: Path) -> None:
@@ -62,6 +62,31 @@ def test_a_pack_of_other_sources_is_refused(tmp_path: Path) -> None:
         _check(tmp_path)
 
 
+def test_a_pack_without_the_op_is_refused(tmp_path: Path) -> None:
+    _write_pack(tmp_path, source_hashes={"kda_other": "0" * 64})
+    with pytest.raises(packs.PackRefused, match="no kernels of k3_kda_verify, only of kda_other"):
+        _check(tmp_path)
+
+
+def test_kernels_of_different_ops_have_different_names() -> None:
+    names = [
+        config.name for op in OPS.values() if op.kernels is not None for config in op.kernels.configs(True)
+    ]
+    assert len(names) == len(set(names)) > 0
+
+
+def test_every_source_named_is_a_file() -> None:
+    for op in OPS.values():
+        for source in op.sources:
+            assert (packs.PACKAGE_ROOT / source).is_file(), (op.name, source)
+
+
+def test_an_op_without_kernels_is_not_compiled(tmp_path: Path) -> None:
+    without = next(op for op in OPS.values() if op.kernels is None)
+    with pytest.raises(ValueError, match=f"{without.name} has no kernels to compile: choose from k3_kda_"):
+        kernels.compile_kernel(without, None, "sm_90a", tmp_path)
+
+
 def test_a_pack_for_another_architecture_is_refused(tmp_path: Path) -> None:
     _write_pack(tmp_path)
     with pytest.raises(packs.PackRefused, match="no kernels for sm_100a, only for sm_90a"):
@@ -83,7 +108,7 @@ def test_a_library_that_does_not_load_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("tvm_ffi")
     _write_pack(tmp_path)
     with pytest.raises(packs.PackRefused, match="cannot be loaded"):
-        packs.open_pack(tmp_path, "sm_90a", VERIFY.name, VERIFY.sources)
+        packs.open_pack(tmp_path, "sm_90a", VERIFY.name, VERIFY.kernel_sources)
 
 
 def test_the_hash_follows_every_byte_of_the_sources(tmp_path: Path) -> None:
@@ -110,11 +135,17 @@ def test_the_command_refuses_unknown_targets(tmp_path: Path, capsys: pytest.Capt
     assert "sm_42" in capsys.readouterr().err
 
 
+def test_the_command_refuses_unknown_ops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        kernels.main(["build", "--op", "kda_other", "--out", str(tmp_path)])
+    assert "kda_other; choose from k3_kda_verify" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_built_pack_loads_without_the_dsl(tmp_path: Path) -> None:
     pytest.importorskip("cutlass")
     manifest = kernels.build(("sm_90a",), tmp_path)
     assert all(kernel.stack_bytes == 0 for kernel in manifest.kernels)
-    pack = packs.open_pack(tmp_path, "sm_90a", VERIFY.name, VERIFY.sources)
+    pack = packs.open_pack(tmp_path, "sm_90a", VERIFY.name, VERIFY.kernel_sources)
     assert all(pack.kernel(kernel.symbol) is not None for kernel in manifest.kernels)
     assert pack.kernel("no_such_kernel") is None

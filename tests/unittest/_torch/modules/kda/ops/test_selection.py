@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from tensorrt_llm._torch.modules.kda.ops.catalog import OPS
+from tensorrt_llm._torch.modules.kda.ops.compiled import KernelCache
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.choice import choose_config, choose_split
-from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.compiled import CompiledVerify
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.launch import SPLITS, VerifyConfig, packed_configs
 from tensorrt_llm._torch.modules.kda.ops.selection import Facts, choose
 
+VERIFY = OPS["k3_kda_verify"]
 NAMES = ("cute", "triton", "torch")
 HOPPER = Facts(
     architecture="sm_90a", wanted="auto", pack=True, pack_refusal="", has_dsl=True, has_triton=True
@@ -50,7 +51,7 @@ def test_an_implementation_that_cannot_run_is_refused_by_name() -> None:
 def test_a_kernel_is_not_compiled_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="k3_kda_verify_split1_pdl would be compiled inside"):
-        CompiledVerify(None).prepare((VerifyConfig(split=1),))
+        KernelCache(VERIFY.kernels, pack=None).prepare((VerifyConfig(split=1),))
 
 
 def test_every_launch_that_may_be_chosen_is_packed() -> None:
