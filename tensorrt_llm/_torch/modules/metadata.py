@@ -77,5 +77,5 @@ class LayerCaches(Protocol):
 
     def mamba_layer_cache(self, layer_idx: int) -> Any:
         """The recurrent state and conv buffers of a layer, one row a slot
-        (`kda.verify_scheme.KdaLayerCache`)."""
+        (`kda.windows.KdaLayerCache`)."""
         ...

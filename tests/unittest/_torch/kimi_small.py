@@ -2,7 +2,7 @@
 """A small random Kimi model and literal layer caches, for tests of modules and models."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -99,6 +99,16 @@ class LayerCache:
         names = ("conv", "temporal", *_OPTIONAL)
         return {name: value for name in names if (value := self.__dict__[name]) is not None}
 
+    def as_all_layers(self) -> "LayerCache":
+        """The view of all layers at once, of which this is the only one."""
+        return replace(self, **{name: tensor.unsqueeze(0) for name, tensor in self.tensors().items()})
+
+    def accept(self, scheme: VerifyScheme, slot: int, count: int) -> None:
+        """Accept so many drafts of the slot's round."""
+        slots, counts = (torch.tensor([value], dtype=torch.int32) for value in (slot, count))
+        done = scheme.promote(self.as_all_layers(), slots, counts)
+        self.prev_num_accepted_tokens[slot] = 0 if done else count
+
 
 def make_layer_cache(geometry: KdaGeometry, scheme: VerifyScheme | None, num_slots: int) -> LayerCache:
     H, K = geometry.num_heads, geometry.head_dim
@@ -141,8 +151,7 @@ class ModelCaches:
 
     def accept(self, slot: int, count: int) -> None:
         for cache in self.layers.values():
-            done = self.scheme.promote(cache, (slot,), (count,))
-            cache.prev_num_accepted_tokens[slot] = 0 if done else count
+            cache.accept(self.scheme, slot, count)
 
 
 def random_model(raw: dict[str, Any] = RAW_CONFIG, seed: int = 0) -> KimiForCausalLM:

@@ -21,8 +21,8 @@ from tensorrt_llm._torch.modules.kda.verify_scheme import (
     KdaRows,
     VerifyScheme,
     decode,
-    sync_window,
 )
+from tensorrt_llm._torch.modules.kda.windows import sync_window
 from tensorrt_llm._torch.modules.linear import FusedLinear
 from tensorrt_llm._torch.modules.metadata import PREFILL_ALIGNMENT_TOKENS, ContextChunk, ForwardMetadata
 

@@ -17,15 +17,16 @@ accepted drafts.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tensorrt_llm._torch.modules.kda.ops import k3_kda_verify
+from tensorrt_llm._torch.modules.host import host_values
+from tensorrt_llm._torch.modules.kda.ops import k3_kda_verify, kda_commit_pending
 from tensorrt_llm._torch.modules.kda.recurrence import (
     KdaRecord,
     KdaTokens,
@@ -37,16 +38,26 @@ from tensorrt_llm._torch.modules.kda.recurrence import (
     read_out,
     recurrent_kda,
 )
+from tensorrt_llm._torch.modules.kda.windows import (
+    KdaLayerCache,
+    load_windows,
+    store_windows,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KdaGeometry:
-    """Sizes of one rank's KDA layers; num_spec is M, the drafts of a full round."""
+    """Sizes of one rank's KDA layers; num_spec is M, the drafts of a full round.
+
+    `conv_dtype` is the extended windows' element type: bfloat16 holds bfloat16 projections exactly in half
+    the bytes.
+    """
 
     num_heads: int
     head_dim: int
     conv_width: int
     num_spec: int
+    conv_dtype: torch.dtype = torch.float32
 
     @property
     def channels(self) -> int:
@@ -88,37 +99,6 @@ class SlotBuffer:
         memory = memory[..., : self.shape[self.memory_order[-1]]]
         inverse = sorted(range(len(self.memory_order)), key=self.memory_order.__getitem__)
         return memory.permute(0, 1, *(2 + axis for axis in inverse))
-
-
-class KdaLayerCache(Protocol):
-    """One layer's view of the slots; upstream's attribute names. Tensors a scheme does not use are None.
-
-    temporal [N, H, V, K] fp32 with any slot stride, conv [N, 3D, W-1] in the model's dtype (q | k | v, oldest
-    first), prev_num_accepted_tokens int32 [N] (P, shared by all layers), kda_conv_q/k/v fp32 [N, D, W-1+M].
-    """
-
-    @property
-    def conv(self) -> Tensor: ...
-    @property
-    def temporal(self) -> Tensor: ...
-    @property
-    def prev_num_accepted_tokens(self) -> Any: ...
-    @property
-    def kda_conv_q(self) -> Any: ...
-    @property
-    def kda_conv_k(self) -> Any: ...
-    @property
-    def kda_conv_v(self) -> Any: ...
-    @property
-    def kda_state_tok(self) -> Any: ...
-    @property
-    def kda_qkg_cache(self) -> Any: ...
-    @property
-    def kda_v_cache(self) -> Any: ...
-    @property
-    def kda_beta_cache(self) -> Any: ...
-    @property
-    def intermediate_ssm(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,44 +147,22 @@ class VerifyScheme(Protocol):
         """
         ...
 
-    def commit(self, cache: KdaLayerCache, slot_ids: Sequence[int], counts: Sequence[int]) -> None:
-        """Apply each slot's pending drafts to its state, and copy its committed window to `cache.conv`.
+    def commit(self, layers: KdaLayerCache, slots: Tensor, counts: Tensor) -> None:
+        """Apply each slot's pending drafts to its states, and copy its committed windows to `conv`.
 
-        counts[i] in [0, M] belongs to slot_ids[i]. Mutates `temporal` and `conv` of these slots; the caller
-        zeroes the count.
+        `layers` is the view of all layers, every tensor [L, N, ...]. slots int32 [n]; counts int32 [n], in
+        [0, M], counts[i] for slots[i]. Mutates `temporal` and `conv` of these slots; the caller zeroes the
+        counts.
         """
         ...
 
-    def promote(self, cache: KdaLayerCache, slot_ids: Sequence[int], counts: Sequence[int]) -> bool:
-        """Bring the slots to their accepted drafts if the scheme does so at acceptance.
+    def promote(self, layers: KdaLayerCache, slots: Tensor, counts: Tensor) -> bool:
+        """Bring the slots to their accepted drafts if the scheme does so at acceptance; operands as `commit`.
 
-        True when it did: nothing stays pending and the caller zeroes the count.
+        True when it did: nothing stays pending and the caller zeroes the counts. The host does not wait for
+        the device.
         """
         ...
-
-
-def load_window(cache: KdaLayerCache, slot: int, pending: int, columns: int) -> Tensor:
-    """Raw inputs [columns, 3D] before the next token: columns P..P+columns-1 of the extended windows."""
-    parts = [
-        c[slot, :, pending : pending + columns].T
-        for c in (cache.kda_conv_q, cache.kda_conv_k, cache.kda_conv_v)
-    ]
-    return torch.cat(parts, dim=1)
-
-
-def store_window(cache: KdaLayerCache, slot: int, window: Tensor) -> None:
-    """Write raw inputs [columns, 3D] to columns 0.. of the slot's extended windows; later columns stay."""
-    for target, part in zip(
-        (cache.kda_conv_q, cache.kda_conv_k, cache.kda_conv_v), window.chunk(3, dim=1), strict=True
-    ):
-        target[slot, :, : window.shape[0]] = part.T
-
-
-def sync_window(cache: KdaLayerCache, slot_ids: Sequence[int]) -> None:
-    """Copy the committed window of `cache.conv` into columns 0..W-2 of the extended windows (after a prefill
-    chunk)."""
-    for slot in slot_ids:
-        store_window(cache, slot, cache.conv[slot].T.to(torch.float32))
 
 
 def decode(rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor) -> Tensor:
@@ -221,9 +179,17 @@ def decode(rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tens
     return gated_norm(o[:, 0], rows.gate.view(len(slots), weights.num_heads, weights.head_dim), weights)
 
 
-def _replayed(state: Tensor, records: Sequence[KdaRecord]) -> Tensor:
-    for record in records:
-        state = apply_record(state, record)
+def _replay(state: Tensor, counts: Tensor, num_spec: int, after: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """States [.., n, H, V, K] after the first counts[i] of their drafts; `after(m, state)` applies draft m.
+
+    What a draft beyond its request's count leads to, NaN included, is dropped. Numbers on a device are not
+    read: there every draft runs.
+    """
+    known = host_values(counts)
+    least, most = (0, num_spec) if known is None else (min(known, default=0), max(known, default=0))
+    for m in range(most):
+        new = after(m, state)
+        state = new if m < least else torch.where((counts > m).view(-1, 1, 1, 1), new, state)
     return state
 
 
@@ -231,8 +197,8 @@ class _Scheme(ABC):
     """The round that all share; schemes differ in what they keep of a draft and how they return to it."""
 
     @abstractmethod
-    def replay_pending(self, cache: KdaLayerCache, slot: int, state: Tensor, count: int) -> Tensor:
-        """The state after the slot's first `count` pending drafts."""
+    def replay_pending(self, cache: KdaLayerCache, slots: Tensor, counts: Tensor, state: Tensor) -> Tensor:
+        """The states [.., n, H, V, K] after the slots' first `counts` pending drafts (both int [n])."""
         ...
 
     @abstractmethod
@@ -251,22 +217,14 @@ class _Scheme(ABC):
     def verify(
         self, rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor, T: int
     ) -> Tensor:
-        slot_ids, W = slots.tolist(), weights.conv_width
-        N = len(slot_ids)
-        pending = cache.prev_num_accepted_tokens[slots].tolist()
-        history = torch.stack(
-            [load_window(cache, s, p, W - 1) for s, p in zip(slot_ids, pending, strict=True)]
-        )
-        sequence = torch.cat((history, rows.qkv.view(N, T, -1).to(history.dtype)), dim=1)
-        for i, slot in enumerate(slot_ids):
-            store_window(cache, slot, sequence[i, 1:])
+        N, W = len(slots), weights.conv_width
+        pending = cache.prev_num_accepted_tokens.index_select(0, slots)
+        # The sum of the convolution is taken in fp32 whatever the windows' element type is.
+        history = load_windows(cache, slots, pending, W - 1).float()
+        sequence = torch.cat((history, rows.qkv.view(N, T, -1).float()), dim=1)
+        store_windows(cache, slots, sequence[:, 1:])
         tokens = prepare_tokens(sequence, rows.f.view(N, T, -1), rows.b.view(N, T, -1), weights)
-        state = torch.stack(
-            [
-                self.replay_pending(cache, s, cache.temporal[s], p)
-                for s, p in zip(slot_ids, pending, strict=True)
-            ]
-        )
+        state = self.replay_pending(cache, slots, pending, cache.temporal.index_select(0, slots))
         outputs = []
         for t in range(T):
             token = KdaTokens(*(x[:, t] for x in tokens))
@@ -280,14 +238,14 @@ class _Scheme(ABC):
         o = torch.stack(outputs, dim=1).flatten(0, 1)
         return gated_norm(o, rows.gate.view(N * T, weights.num_heads, weights.head_dim), weights)
 
-    def commit(self, cache: KdaLayerCache, slot_ids: Sequence[int], counts: Sequence[int]) -> None:
-        columns = cache.conv.shape[-1]
-        for slot, count in zip(slot_ids, counts, strict=True):
-            if count:
-                cache.temporal[slot] = self.replay_pending(cache, slot, cache.temporal[slot], count)
-            cache.conv[slot] = load_window(cache, slot, count, columns).T.to(cache.conv.dtype)
+    def commit(self, layers: KdaLayerCache, slots: Tensor, counts: Tensor) -> None:
+        index = slots.long()
+        state = self.replay_pending(layers, slots, counts, layers.temporal.index_select(-4, index))
+        layers.temporal.index_copy_(-4, index, state)
+        window = load_windows(layers, slots, counts, layers.conv.shape[-1]).mT
+        layers.conv.index_copy_(-3, index, window.to(layers.conv.dtype))
 
-    def promote(self, cache: KdaLayerCache, slot_ids: Sequence[int], counts: Sequence[int]) -> bool:
+    def promote(self, layers: KdaLayerCache, slots: Tensor, counts: Tensor) -> bool:
         return False
 
 
@@ -295,7 +253,12 @@ def _conv_buffers(geometry: KdaGeometry) -> tuple[SlotBuffer, ...]:
     columns = geometry.conv_width - 1 + geometry.num_spec
     return tuple(
         SlotBuffer(
-            name=f"kda_conv_{part}", shape=(geometry.channels, columns), memory_order=(1, 0), reseeded=True
+            name=f"kda_conv_{part}",
+            shape=(geometry.channels, columns),
+            memory_order=(1, 0),
+            row_alignment_bytes=geometry.conv_dtype.itemsize,
+            reseeded=True,
+            dtype=geometry.conv_dtype,
         )
         for part in "qkv"
     )
@@ -338,8 +301,26 @@ class RecordsScheme(_Scheme):
             eps=weights.norm_eps,
         )
 
-    def replay_pending(self, cache: KdaLayerCache, slot: int, state: Tensor, count: int) -> Tensor:
-        return _replayed(state, [KdaRecord(*cache.kda_state_tok[slot, :, m]) for m in range(count)])
+    def commit(self, layers: KdaLayerCache, slots: Tensor, counts: Tensor) -> None:
+        kda_commit_pending(
+            layers.temporal,
+            layers.conv,
+            layers.kda_conv_q,
+            layers.kda_conv_k,
+            layers.kda_conv_v,
+            layers.kda_state_tok,
+            slots,
+            counts,
+        )
+
+    def replay_pending(self, cache: KdaLayerCache, slots: Tensor, counts: Tensor, state: Tensor) -> Tensor:
+        records = cache.kda_state_tok
+
+        def after(m: int, state: Tensor) -> Tensor:
+            record = records.select(-3, m).index_select(-4, slots)
+            return apply_record(state, KdaRecord(*record.unbind(-3)))
+
+        return _replay(state, counts, records.shape[-3], after)
 
     def keep_draft(
         self,
@@ -376,13 +357,17 @@ class ReplayScheme(_Scheme):
             ),
         )
 
-    def replay_pending(self, cache: KdaLayerCache, slot: int, state: Tensor, count: int) -> Tensor:
-        H, V, K = state.shape
-        for m in range(count):
-            _, k, log_decay = cache.kda_qkg_cache[slot, m].view(3, H, K)
-            v, beta = cache.kda_v_cache[slot, m].view(H, V), cache.kda_beta_cache[slot, m]
-            state = apply_record(state, make_record(state, k, v, log_decay, beta))
-        return state
+    def replay_pending(self, cache: KdaLayerCache, slots: Tensor, counts: Tensor, state: Tensor) -> Tensor:
+        heads = (state.shape[-3], state.shape[-1])
+
+        def after(m: int, state: Tensor) -> Tensor:
+            qkg = cache.kda_qkg_cache.select(-3, m).index_select(-3, slots).unflatten(-1, heads)
+            v = cache.kda_v_cache.select(-2, m).index_select(-2, slots).unflatten(-1, heads)
+            beta = cache.kda_beta_cache.select(-2, m).index_select(-2, slots)
+            _, k, log_decay = qkg.unbind(-3)
+            return apply_record(state, make_record(state, k, v, log_decay, beta))
+
+        return _replay(state, counts, cache.kda_v_cache.shape[-2], after)
 
     def keep_draft(
         self,
@@ -413,8 +398,10 @@ class IntermediateScheme(_Scheme):
             SlotBuffer(name="intermediate_ssm", shape=shape, memory_order=(0, 1, 2, 3)),
         )
 
-    def replay_pending(self, cache: KdaLayerCache, slot: int, state: Tensor, count: int) -> Tensor:
-        return cache.intermediate_ssm[slot, count - 1] if count else state
+    def replay_pending(self, cache: KdaLayerCache, slots: Tensor, counts: Tensor, state: Tensor) -> Tensor:
+        states = cache.intermediate_ssm.flatten(-5, -4)
+        rows = slots * cache.intermediate_ssm.shape[-4] + (counts - 1).clamp(min=0)
+        return torch.where((counts > 0).view(-1, 1, 1, 1), states.index_select(-4, rows), state)
 
     def keep_draft(
         self,
@@ -427,12 +414,11 @@ class IntermediateScheme(_Scheme):
     ) -> None:
         cache.intermediate_ssm[slots, draft] = state
 
-    def promote(self, cache: KdaLayerCache, slot_ids: Sequence[int], counts: Sequence[int]) -> bool:
-        columns = cache.conv.shape[-1]
-        for slot, count in zip(slot_ids, counts, strict=True):
-            if count:
-                cache.temporal[slot] = self.replay_pending(cache, slot, cache.temporal[slot], count)
-                store_window(cache, slot, load_window(cache, slot, count, columns))
+    def promote(self, layers: KdaLayerCache, slots: Tensor, counts: Tensor) -> bool:
+        index = slots.long()
+        state = self.replay_pending(layers, slots, counts, layers.temporal.index_select(-4, index))
+        layers.temporal.index_copy_(-4, index, state)
+        store_windows(layers, slots, load_windows(layers, slots, counts, layers.conv.shape[-1]))
         return True
 
 

@@ -6,8 +6,9 @@ The scheme names the buffers; nothing in this module knows which scheme it is. E
 local recurrent layers, slots of the state pool.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol, overload
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,32 +23,16 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options 
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.views import SpeculativeState
 
 
-class _LateHostCopy(Sequence[int]):
-    """Numbers on a device that are copied to the host, which waits for the device, only if someone looks at
-    them.
-    """
-
-    def __init__(self, values: Tensor) -> None:
-        self._values = values
-        self._numbers: list[int] | None = None
-
-    def _read(self) -> list[int]:
-        if self._numbers is None:
-            self._numbers = self._values.tolist()
-        return self._numbers
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        return self._read()[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._read())
+def stack_layers(views: Sequence[Tensor]) -> Tensor:
+    """One view [L, N, ...] over the views [N, ...] of L layers, which lie equally far apart in one pool."""
+    first = views[0]
+    addresses = [view.data_ptr() for view in views]
+    steps = {after - before for before, after in pairwise(addresses)}
+    assert len(steps) <= 1 and not any(step % first.itemsize for step in steps), (
+        f"layers' states lie {sorted(steps)} bytes apart; one view takes equal steps"
+    )
+    step = next(iter(steps)) // first.itemsize if steps else 0
+    return first.as_strided((len(views), *first.shape), (step, *first.stride()))
 
 
 class SlotBuffers:
@@ -76,16 +61,14 @@ class SlotBuffers:
         }
         self.num_accepted = torch.zeros(num_slots, dtype=COUNT_DTYPE, device=device)
         self._last_slots: list[int] = []
-        self._last_index = index_tensor([], device)
-        self._layers = [
-            SpeculativeState(
-                conv=conv[layer],
-                temporal=temporal[layer],
-                prev_num_accepted_tokens=self.num_accepted,
-                **{name: tensor[layer] for name, tensor in self.tensors.items()},
-            )
-            for layer in range(len(temporal))
-        ]
+        self._last_index = index_tensor([], device, torch.int32)
+        self._all_layers = SpeculativeState(
+            conv=stack_layers(conv),
+            temporal=stack_layers(temporal),
+            prev_num_accepted_tokens=self.num_accepted,
+            **self.tensors,
+        )
+        self._layers = [self._all_layers.at_layer_idx(layer) for layer in range(len(temporal))]
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +96,7 @@ class SlotBuffers:
     def reset(self, slots: Sequence[int]) -> None:
         """Nothing is pending in these slots any more. Writes the counts alone."""
         if slots:
-            self.num_accepted.index_fill_(0, self._index(slots), 0)
+            self.num_accepted.index_fill_(0, self._index(slots).long(), 0)
 
     def seed(self, slots: Sequence[int]) -> None:
         """Start these slots over from the pool: committed windows copied in, draft columns zeroed, nothing
@@ -124,43 +107,40 @@ class SlotBuffers:
         """
         if not slots:
             return
-        index = self._index(slots)
+        index = self._index(slots).long()
         for spec in self._specs:
             if spec.reseeded:
                 self.tensors[spec.name].index_fill_(1, index, 0)
-        for layer in self._layers:
-            layer.commit_conv_window(index, layer.conv)
+        self._all_layers.commit_conv_window(index, self._all_layers.conv)
         self.num_accepted.index_fill_(0, index, 0)
 
     def commit(self, slots: Sequence[int]) -> None:
-        """Apply the pending drafts of these slots to the pool's state and window; then nothing is pending.
-
-        Waits for the device: the counts are read on the host.
+        """Apply the pending drafts of these slots to the pool's states and windows, all layers at once; then
+        nothing is pending.
         """
         index = self._index(slots)
-        counts: list[int] = self.num_accepted[index].clamp(0, self.geometry.num_spec).tolist()
-        for layer in self._layers:
-            self.scheme.commit(layer, slots, counts)
-        self.num_accepted.index_fill_(0, index, 0)
+        counts = self.num_accepted[index].clamp_(0, self.geometry.num_spec)
+        self.scheme.commit(self._all_layers, index, counts)
+        self.num_accepted.index_fill_(0, index.long(), 0)
 
     def record_acceptance(self, slots: Sequence[int] | Tensor, num_drafts: Tensor) -> None:
         """Store how many drafts of the round were accepted (int [n], clamped to [0, M]) in each of n slots.
 
         A scheme that goes to the accepted draft at once does so here, and leaves nothing pending. The host
-        waits for the device only if such a scheme looks at the numbers.
+        does not wait for the device.
         """
-        index = slots.to(torch.int64) if isinstance(slots, Tensor) else self._index(slots)
+        index = slots.to(torch.int32) if isinstance(slots, Tensor) else self._index(slots)
         counts = num_drafts.to(self.num_accepted).clamp(0, self.geometry.num_spec)
         self.num_accepted[index] = counts
-        on_host, slots_on_host = _LateHostCopy(counts), _LateHostCopy(index)
-        if all([self.scheme.promote(layer, slots_on_host, on_host) for layer in self._layers]):
-            self.num_accepted.index_fill_(0, index, 0)
+        if self.scheme.promote(self._all_layers, index, counts):
+            self.num_accepted.index_fill_(0, index.long(), 0)
 
     def _index(self, slots: Sequence[int]) -> Tensor:
+        """The slots as int32 [n] on the device."""
         # A batch that goes on generating has the same slots step after step: its index stays on the device.
         if list(slots) != self._last_slots:
             self._last_slots = list(slots)
-            self._last_index = index_tensor(slots, self.num_accepted.device)
+            self._last_index = index_tensor(slots, self.num_accepted.device, torch.int32)
         return self._last_index
 
 

@@ -42,11 +42,11 @@ class SpeculativeState(State):
     """A state with what a verify round keeps beside it, by scheme; what the scheme in force does not keep is
     None.
 
-    prev_num_accepted_tokens int32 [N]: drafts pending in each slot, shared by all layers. kda_conv_q/k/v fp32
-    [N, D, W-1+M], channel stride 1: raw inputs at positions -(W-2)..M around the golden token. kda_state_tok
-    fp32 [N, 3, M, H, K], contiguous: vn, beta k, decay of each draft. kda_qkg_cache fp32 [N, M, 3, D],
-    kda_v_cache fp32 [N, M, D], kda_beta_cache fp32 [N, M, H] with rows padded to 16 bytes. intermediate_ssm
-    fp32 [N, M, H, V, K]: the state after each draft.
+    prev_num_accepted_tokens int32 [N]: drafts pending in each slot, shared by all layers. kda_conv_q/k/v [N,
+    D, W-1+M] fp32 or bf16, channel stride 1: raw inputs at positions -(W-2)..M around the golden token.
+    kda_state_tok fp32 [N, 3, M, H, K], contiguous: vn, beta k, decay of each draft. kda_qkg_cache fp32 [N, M,
+    3, D], kda_v_cache fp32 [N, M, D], kda_beta_cache fp32 [N, M, H] with rows padded to 16 bytes.
+    intermediate_ssm fp32 [N, M, H, V, K]: the state after each draft.
     """
 
     intermediate_conv_window: Tensor | None = None
@@ -71,15 +71,14 @@ class SpeculativeState(State):
         return self.kda_conv_q is not None
 
     def commit_conv_window(self, slot_indices: Tensor, conv_pool: Tensor) -> None:
-        """Copy the committed W-1 columns of these slots from `conv_pool` [N, 3D, W-1] into the extended
+        """Copy the committed W-1 columns of these slots from `conv_pool` [.., N, 3D, W-1] into the extended
         windows.
 
-        slot_indices int [n], distinct. Columns W-1.. and all other slots stay. For after a prefill chunk or a
-        plain decode.
+        slot_indices int [n], distinct; `..` is the layer axis of a view of all layers. Columns W-1.. and all
+        other slots stay. For after a prefill chunk or a plain decode.
         """
         assert self.kda_conv_q is not None and self.kda_conv_k is not None and self.kda_conv_v is not None
-        columns = conv_pool.shape[-1]
-        slots = slot_indices.long()
-        sections = conv_pool[slots].to(self.kda_conv_q.dtype).chunk(3, dim=1)
+        columns, slots = conv_pool.shape[-1], slot_indices.long()
+        sections = conv_pool.index_select(-3, slots).to(self.kda_conv_q.dtype).chunk(3, dim=-2)
         for cache, section in zip((self.kda_conv_q, self.kda_conv_k, self.kda_conv_v), sections, strict=True):
-            cache[slots, :, :columns] = section
+            cache[..., :columns].index_copy_(-3, slots, section)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tensorrt_llm._torch.modules.kda.recurrence import KdaWeights, prepare_tokens, recurrent_kda
-from tensorrt_llm._torch.modules.kda.verify_scheme import KdaRows, load_window, sync_window
+from tensorrt_llm._torch.modules.kda.verify_scheme import KdaRows
+from tensorrt_llm._torch.modules.kda.windows import load_windows, sync_window
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
 
 VOCAB = 64
@@ -126,7 +127,6 @@ def logical_layers(manager: MambaHybridCacheManagerV2, slot: int, W: int = 4) ->
     """Per layer the state and window that a slot is worth: the pool's with the pending drafts applied."""
     layers = []
     counts = manager.prev_num_accepted_tokens
-    count = 0 if counts is None else int(counts[slot])
     for layer in manager.mamba_layer_offsets:
         view = manager.mamba_layer_cache(layer)
         if counts is None:
@@ -134,8 +134,10 @@ def logical_layers(manager: MambaHybridCacheManagerV2, slot: int, W: int = 4) ->
             continue
         scheme = manager.verify_scheme
         assert scheme is not None
-        state = scheme.replay_pending(view, slot, view.temporal[slot], count)
-        layers.append((state, load_window(view, slot, count, W - 1)))
+        slots = torch.tensor([slot], dtype=torch.int32, device=counts.device)
+        pending = counts[slots]
+        state = scheme.replay_pending(view, slots, pending, view.temporal[slots])
+        layers.append((state[0], load_windows(view, slots, pending, W - 1)[0].float()))
     return layers
 
 

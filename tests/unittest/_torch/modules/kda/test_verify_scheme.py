@@ -18,8 +18,8 @@ from tensorrt_llm._torch.modules.kda.verify_scheme import (
     bytes_per_slot_layer,
     decode,
     get_scheme,
-    sync_window,
 )
+from tensorrt_llm._torch.modules.kda.windows import sync_window
 from tests.unittest._torch.kimi_small import LayerCache, make_layer_cache, random_rows, random_weights
 
 GEOMETRY = KdaGeometry(num_heads=2, head_dim=16, conv_width=4, num_spec=7)
@@ -28,11 +28,6 @@ ALL = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 
 def at(*slots: int) -> torch.Tensor:
     return torch.tensor(slots, dtype=torch.int32)
-
-
-def accept(scheme: VerifyScheme, cache: LayerCache, slot: int, count: int) -> None:
-    done = scheme.promote(cache, (slot,), (count,))
-    cache.prev_num_accepted_tokens[slot] = 0 if done else count
 
 
 def snapshot(cache: LayerCache) -> dict[str, torch.Tensor]:
@@ -72,7 +67,7 @@ def test_states_follow_a_float64_history_without_trend(scheme: VerifyScheme) -> 
             reference = float64_state(concatenate(accepted), exact)
             errors.append(((cache.temporal[1].double() - reference).norm() / reference.norm()).item())
         accepted.append(rows.span(slice(1, 1 + count)))
-        accept(scheme, cache, 1, count)
+        cache.accept(scheme, 1, count)
     assert max(errors) < 5e-6
     assert max(errors[10:]) < 4 * max(errors[:10])
 
@@ -89,7 +84,7 @@ def test_schemes_and_decode_agree_bit_for_bit() -> None:
         for T, count in ((8, 7), (8, 0), (4, 2), (1, 0), (2, 1), (8, 3), (8, 5)):
             out = scheme.verify(stream.span(slice(position, position + T)), weights, cache, at(0), T)
             assert torch.equal(out, outputs[position : position + T]), (scheme.name, position)
-            accept(scheme, cache, 0, count)
+            cache.accept(scheme, 0, count)
             position += 1 + count
 
 
@@ -104,8 +99,8 @@ def test_a_batch_of_rounds_equals_each_alone(scheme: VerifyScheme) -> None:
     scheme.verify(first, weights, batch, at(*slots), 8)
     for i, slot in enumerate(slots):
         scheme.verify(first.span(slice(8 * i, 8 * i + 8)), weights, alone, at(slot), 8)
-        accept(scheme, batch, slot, i)
-        accept(scheme, alone, slot, i)
+        batch.accept(scheme, slot, i)
+        alone.accept(scheme, slot, i)
     together = scheme.verify(second, weights, batch, at(*slots), 8)
     apart = [
         scheme.verify(second.span(slice(8 * i, 8 * i + 8)), weights, alone, at(slot), 8)
@@ -134,7 +129,7 @@ def test_unread_drafts_may_hold_anything(scheme: VerifyScheme, pending: int) -> 
                     tensor[:, pending:] = torch.nan
                 elif name.startswith("kda_conv"):
                     tensor[:, :, pending + 3 :] = torch.nan
-        accept(scheme, cache, 0, pending)
+        cache.accept(scheme, 0, pending)
     assert torch.equal(
         scheme.verify(later, weights, clean, at(0), 8), scheme.verify(later, weights, poisoned, at(0), 8)
     )
@@ -181,9 +176,9 @@ def test_commit_equals_the_next_round_s_replay(scheme: VerifyScheme, count: int)
     cache, other = (make_layer_cache(GEOMETRY, scheme, 1) for _ in range(2))
     for c in (cache, other):
         scheme.verify(rows, weights, c, at(0), 8)
-    scheme.commit(other, (0,), (count,))
+    scheme.commit(other.as_all_layers(), at(0), at(count))
     sync_window(other, (0,))
-    accept(scheme, cache, 0, count)
+    cache.accept(scheme, 0, count)
     assert torch.equal(
         scheme.verify(later, weights, cache, at(0), 1), scheme.verify(later, weights, other, at(0), 1)
     )
