@@ -6,12 +6,14 @@ the bias steers selection and nothing else. The latent norm comes after the weig
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tensorrt_llm._torch.modules.activation import GatedActivation
+from tensorrt_llm._torch.modules.host import host_values
 from tensorrt_llm._torch.modules.linear import aligned_linear
 from tensorrt_llm._torch.modules.pointwise import sigmoid
 from tensorrt_llm._torch.modules.rms_norm import RMSNorm
@@ -125,18 +127,30 @@ class LatentMoE(nn.Module):
         """The weighted sum over each row's experts [n, width]: rows grouped by expert, summed in the row's
         order."""
         n, k = experts.shape
-        chosen = experts.flatten()
-        order = chosen.argsort(stable=True)
-        counts = torch.bincount(chosen, minlength=self.config.num_experts).tolist()
+        chosen, order = experts.flatten().sort(stable=True)
+        # ends[e]: the row behind expert e's last one.
+        all_experts = torch.arange(self.config.num_experts, device=chosen.device)
+        ends = torch.searchsorted(chosen, all_experts, right=True, out_int32=True)
         outputs = latent.new_empty(n * k, latent.shape[1])
-        start = 0
-        for expert, count in enumerate(counts):
-            if count:
-                entries = order[start : start + count]
-                hidden = self.activation(aligned_linear(latent[entries // k], self.gate_up[expert]))
-                outputs[entries] = aligned_linear(hidden, self.down[expert])
-                start += count
+        outputs[order] = self._run_groups(latent[order // k], ends)
         return (outputs.view(n, k, -1).float() * weights.unsqueeze(-1)).sum(1).to(latent.dtype)
+
+    def _run_groups(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Each expert on its rows [n, width], which lie in the order of experts; ends int32 [E], exclusive.
+
+        In host memory expert by expert, in the linear form whose rows do not depend on each other. On a
+        device as one grouped product, for which nobody has to know the group sizes.
+        """
+        known = host_values(ends)
+        if known is None:
+            hidden = self.activation(F.grouped_mm(rows, self.gate_up.mT, offs=ends))
+            return F.grouped_mm(hidden, self.down.mT, offs=ends)
+        outputs = torch.empty_like(rows)
+        for expert, (start, end) in enumerate(pairwise((0, *known))):
+            if start < end:
+                hidden = self.activation(aligned_linear(rows[start:end], self.gate_up[expert]))
+                outputs[start:end] = aligned_linear(hidden, self.down[expert])
+        return outputs
 
     def forward_dense(self, x: Tensor) -> Tensor:
         """Every expert on every row, for training: no gathering, fixed shapes. x [R, hidden] -> [R, hidden].
