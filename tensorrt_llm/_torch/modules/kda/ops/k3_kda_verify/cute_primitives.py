@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device helpers of `cute.py`: single instructions with their rounding spelled out, vectors, and barriers."""
+"""Device helpers of the kernels: single instructions with their rounding spelled out, vectors, and barriers."""
 
 import math
 from typing import Any

@@ -49,6 +49,7 @@ ENTRY = OpEntry(
             sources=(
                 "k3_kda_verify/compiled.py",
                 "k3_kda_verify/cute.py",
+                "k3_kda_verify/cute_body.py",
                 "k3_kda_verify/cute_primitives.py",
                 "k3_kda_verify/launch.py",
             ),
