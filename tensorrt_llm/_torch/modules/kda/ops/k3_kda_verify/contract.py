@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `k3_kda_verify` accepts: checked before any work, in words that name argument, value and remedy."""
+"""What the verify ops accept: checked before any work, in words that name argument, value and remedy."""
 
 from dataclasses import dataclass
 
@@ -26,47 +26,90 @@ class VerifyGeometry:
     drafts: int
 
 
-def _refuse(name: str, value: object, remedy: str) -> None:
-    raise ValueError(f"k3_kda_verify: {name} is {value}; {remedy}")
+@dataclass(frozen=True, slots=True)
+class DraftCache:
+    """A cache of drafts [pool, *shape], its last `dense` dimensions side by side in memory."""
+
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    dense: int
 
 
-def _require_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
-        _refuse(f"the shape of {name}", tuple(tensor.shape), f"it must be {shape}")
+class _Checker:
+    """Raises ValueError in the name of an op."""
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+
+    def refuse(self, name: str, value: object, remedy: str) -> None:
+        raise ValueError(f"{self._op}: {name} is {value}; {remedy}")
+
+    def shape(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(tensor.shape) != shape:
+            self.refuse(f"the shape of {name}", tuple(tensor.shape), f"it must be {shape}")
+
+    def dense(self, name: str, tensor: Tensor, dimensions: int) -> None:
+        """The last dimensions lie as in a contiguous tensor."""
+        wanted = [1]
+        for size in reversed(tensor.shape[-dimensions + 1 :] if dimensions > 1 else ()):
+            wanted.insert(0, wanted[0] * size)
+        if list(tensor.stride()[-dimensions:]) != wanted:
+            self.refuse(f"the strides of {name}", tensor.stride(), f"the last must be dense, {tuple(wanted)}")
+
+    def index(self, name: str, tensor: Tensor) -> None:
+        if tensor.dtype != torch.int32:
+            self.refuse(f"the dtype of {name}", tensor.dtype, "it must be torch.int32")
+
+    def conv_dtypes(self, proj: Tensor, caches: tuple[Tensor, ...]) -> None:
+        found = {cache.dtype for cache in caches}
+        if len(found) > 1 or not found <= {torch.float32, proj.dtype}:
+            names = ", ".join(str(cache.dtype) for cache in caches)
+            self.refuse(
+                "the dtype of cs_q, cs_k, cs_v",
+                names,
+                f"all must be torch.float32 or that of proj, {proj.dtype}",
+            )
 
 
-def check_arguments(
-    proj: Tensor, w_fb: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, a_log: Tensor, dt_bias: Tensor,
-    onorm_w: Tensor, cs_q: Tensor, cs_k: Tensor, cs_v: Tensor, ssm: Tensor, state_tok: Tensor,
-    slots: Tensor, pending: Tensor, num_spec: int, g_ext: Tensor | None,
+def check_round(
+    op: str, proj: Tensor, w_fb: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, a_log: Tensor,
+    dt_bias: Tensor, onorm_w: Tensor, cs_q: Tensor, cs_k: Tensor, cs_v: Tensor, ssm: Tensor,
+    drafts: tuple[DraftCache, ...], slots: Tensor, pending: Tensor | None, num_spec: int,
+    g_ext: Tensor | None,
 ) -> VerifyGeometry:  # fmt: skip
-    """The sizes; ValueError for shapes, dtypes or strides that the op does not define."""
+    """The sizes; ValueError in the name of `op` for shapes, dtypes or strides that no verify op defines."""
+    check = _Checker(op)
     N, H, K, W, M = slots.numel(), a_log.numel(), onorm_w.numel(), w_q.shape[-1], num_spec
     D, pool = H * K, ssm.shape[0]
     if proj.dim() != 2 or N == 0 or proj.shape[0] == 0 or proj.shape[0] % N:
-        _refuse("the shape of proj", tuple(proj.shape), f"its rows must be T >= 1 for each of the {N} slots")
+        check.refuse(
+            "the shape of proj", tuple(proj.shape), f"its rows must be T >= 1 for each of the {N} slots"
+        )
     T = proj.shape[0] // N
     if not 1 <= T <= M + 1:
-        _refuse("the number of tokens per request", T, f"it must be 1 to num_spec + 1 = {M + 1}")
+        check.refuse("the number of tokens per request", T, f"it must be 1 to num_spec + 1 = {M + 1}")
     if proj.shape[1] < 4 * D + K + H:
-        _refuse("the columns of proj", proj.shape[1], f"q | k | v | og | f_a | b take {4 * D + K + H}")
+        check.refuse("the columns of proj", proj.shape[1], f"q | k | v | og | f_a | b take {4 * D + K + H}")
     if proj.stride(1) != 1:
-        _refuse("the strides of proj", proj.stride(), "columns must be contiguous")
+        check.refuse("the strides of proj", proj.stride(), "columns must be contiguous")
     for name, tensor, shape in (
         ("w_fb", w_fb, (D, K)), ("w_q", w_q, (D, W)), ("w_k", w_k, (D, W)), ("w_v", w_v, (D, W)),
-        ("dt_bias", dt_bias, (D,)), ("cs_q", cs_q, (pool, D, W - 1 + M)), ("cs_k", cs_k, (pool, D,
-        W - 1 + M)),
-        ("cs_v", cs_v, (pool, D, W - 1 + M)), ("ssm", ssm, (pool, H, K, K)),
-        ("state_tok", state_tok, (pool, 3, M, H, K)), ("pending", pending, (pool,)),
+        ("dt_bias", dt_bias, (D,)), ("cs_q", cs_q, (pool, D, W - 1 + M)),
+        ("cs_k", cs_k, (pool, D, W - 1 + M)), ("cs_v", cs_v, (pool, D, W - 1 + M)),
+        ("ssm", ssm, (pool, H, K, K)), *((x.name, x.tensor, (pool, *x.shape)) for x in drafts),
     ):  # fmt: skip
-        _require_shape(name, tensor, shape)
-    if ssm.stride()[1:] != (K * K, K, 1):
-        _refuse("the strides of ssm", ssm.stride(), f"a slot's state must be dense, {(K * K, K, 1)}")
-    for name, index in (("slots", slots), ("pending", pending)):
-        if index.dtype != torch.int32:
-            _refuse(f"the dtype of {name}", index.dtype, "it must be torch.int32")
+        check.shape(name, tensor, shape)
+    check.dense("ssm", ssm, 3)
+    for cache in drafts:
+        check.dense(cache.name, cache.tensor, cache.dense)
+    check.conv_dtypes(proj, (cs_q, cs_k, cs_v))
+    check.index("slots", slots)
+    if pending is not None:
+        check.shape("pending", pending, (pool,))
+        check.index("pending", pending)
     if g_ext is not None:
-        _require_shape("g_ext", g_ext, (proj.shape[0], D))
+        check.shape("g_ext", g_ext, (proj.shape[0], D))
     return VerifyGeometry(requests=N, tokens=T, heads=H, head_dim=K, conv_width=W, drafts=M)
 
 
@@ -84,20 +127,24 @@ def why_only_reference(geometry: VerifyGeometry, proj: Tensor) -> str:
 def why_not_compiled(
     proj: Tensor,
     weights: tuple[Tensor, ...],
-    ssm: Tensor,
-    state_tok: Tensor,
+    states: tuple[Tensor, ...],
     caches: tuple[Tensor, ...],
     lower_bound: float,
 ) -> str:
-    """Why the CuTe DSL kernel does not serve this call, whose vectors are 16 bytes; empty if it does."""
+    """Why a CuTe DSL kernel, whose vectors are 16 bytes, does not serve this call; empty if it does.
+
+    `states` are the SSM states and the caches of drafts, `caches` those of the convolutions.
+    """
     if lower_bound < MIN_LOWER_BOUND:
         return f"lower_bound={lower_bound} is below {MIN_LOWER_BOUND}"
     if proj.stride(0) % 8 or proj.data_ptr() % 16:
         return "projection rows are not aligned to 16 bytes"
     if any(not weight.is_contiguous() or weight.data_ptr() % 16 for weight in weights):
         return "a weight is not contiguous or not aligned to 16 bytes"
-    if any(x.data_ptr() % 16 or any(s % 4 for s in x.stride()[:-2]) for x in (ssm, state_tok)):
-        return "states or records are not aligned to 16 bytes"
+    if any(x.data_ptr() % 16 or any(s % 4 for s in x.stride()[:-2]) for x in states):
+        return "states or drafts are not aligned to 16 bytes"
     if any(cache.stride(1) != 1 for cache in caches):
         return "the channels of a conv cache are not contiguous"
+    if any(cache.dtype != torch.float32 for cache in caches):
+        return f"the conv caches are {caches[0].dtype}, not float32"
     return ""

@@ -4,14 +4,9 @@
 import torch
 from torch import Tensor
 
-from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.contract import (
-    check_arguments,
-    why_not_compiled,
-    why_only_reference,
-)
+from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.contract import DraftCache
+from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.dispatch import run_round
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.entry import ENTRY
-from tensorrt_llm._torch.modules.kda.ops.selection import select
-from tensorrt_llm.logger import logger
 
 
 def k3_kda_verify(
@@ -28,8 +23,8 @@ def k3_kda_verify(
         proj: [N T, >= 4 D + K + H], q | k | v | output gate | f_a | b | padding; request r owns rows r T ...
         w_fb: [D, K], in the dtype of proj. w_q, w_k, w_v: [D, W] fp32 taps, oldest first.
         a_log: [H]; dt_bias: [D]; onorm_w: [V]; fp32.
-        cs_q, cs_k, cs_v: [pool, D, W - 1 + M] fp32, channels contiguous; column c is the raw input at
-            position c - (W - 2) around the golden token.
+        cs_q, cs_k, cs_v: [pool, D, W - 1 + M], fp32 or in the dtype of proj, channels contiguous; column c is
+            the raw input at position c - (W - 2) around the golden token.
         ssm: [pool, H, V, K] fp32 states, any slot stride.
         state_tok: [pool, 3, M, H, K] fp32 records vn, beta k, decay of the last round's drafts.
         slots: [N] int32, distinct; -1 pads: its rows are zero and nothing is written.
@@ -44,24 +39,11 @@ def k3_kda_verify(
         ValueError: shapes, dtypes or strides outside the above.
         RuntimeError: the kernel would have to be compiled inside a graph capture.
     """
-    geometry = check_arguments(
-        proj, w_fb, w_q, w_k, w_v, a_log, dt_bias, onorm_w, cs_q, cs_k, cs_v, ssm, state_tok, slots, pending,
-        num_spec, g_ext,
+    drafts = (DraftCache("state_tok", state_tok, (3, num_spec, a_log.shape[0], onorm_w.shape[0]), 2),)
+    return run_round(
+        ENTRY, drafts, proj, w_fb, w_q, w_k, w_v, a_log, dt_bias, onorm_w, cs_q, cs_k, cs_v, ssm, slots,
+        pending, num_spec, lower_bound, scale, eps, g_ext,
     )  # fmt: skip
-    arguments = (
-        proj, w_fb, w_q, w_k, w_v, a_log, dt_bias, onorm_w, cs_q, cs_k, cs_v, ssm, state_tok, slots, pending,
-        num_spec, lower_bound, scale, eps, g_ext,
-    )  # fmt: skip
-    selection = select(ENTRY, proj.device)
-    name, run = selection.choice.name, selection.run
-    if name != "torch" and (reason := why_only_reference(geometry, proj)):
-        logger.info_once(f"k3_kda_verify runs its torch reference: {reason}")
-        return ENTRY.reference(*arguments)
-    weights, caches = (w_fb, w_q, w_k, w_v, onorm_w), (cs_q, cs_k, cs_v)
-    if name == "cute" and (reason := why_not_compiled(proj, weights, ssm, state_tok, caches, lower_bound)):
-        logger.info_once(f"k3_kda_verify runs its Triton form: {reason}")
-        run = ENTRY.implementation("triton").load()
-    return run(*arguments)
 
 
 _op = torch.library.custom_op(

@@ -244,7 +244,7 @@ def test_compiled_kernels_leave_unaligned_arguments_and_steep_gates_to_triton() 
     def why(lower_bound: float = -5.0, **changes: torch.Tensor) -> str:
         x = replace(inputs, **changes)
         weights = (x.w_fb, x.w_q, x.w_k, x.w_v, x.onorm_w)
-        return why_not_compiled(x.proj, weights, x.ssm, x.state_tok, caches, lower_bound)
+        return why_not_compiled(x.proj, weights, (x.ssm, x.state_tok), caches, lower_bound)
 
     assert why() == ""
     assert "lower_bound" in why(lower_bound=-11.0)
