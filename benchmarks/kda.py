@@ -45,8 +45,8 @@ MIN_COPY_TB_PER_S = 3.6
 TURNS = 20
 PREDECESSOR_COPIES = 12
 SOURCES = (
-    "k3_kda_verify/cute.py", "k3_kda_verify/cute_primitives.py", "k3_kda_verify/launch.py",
-    "k3_kda_verify/triton.py", "k3_kda_verify/reference.py",
+    "k3_kda_verify/cute.py", "k3_kda_verify/cute_body.py", "k3_kda_verify/cute_primitives.py",
+    "k3_kda_verify/launch.py", "k3_kda_verify/triton.py", "k3_kda_verify/reference.py",
 )  # fmt: skip
 Call = Callable[[], object]
 
