@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tensorrt_llm._torch.modules.host import host_values
-from tensorrt_llm._torch.modules.kda.ops import k3_kda_verify, kda_commit_pending
+from tensorrt_llm._torch.modules.kda.ops import k3_kda_verify, kda_commit_pending, kda_decode
 from tensorrt_llm._torch.modules.kda.recurrence import (
     KdaRecord,
     KdaTokens,
@@ -168,8 +168,24 @@ class VerifyScheme(Protocol):
 def decode(rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor) -> Tensor:
     """One token for each slot (int32 [N]), without drafts: gated output [N, H, V].
 
-    Starts from the pool's state and `cache.conv` and updates both; legal only when nothing is pending.
+    Starts from the pool's state and `cache.conv` and updates both; legal only when nothing is pending. Where
+    kernels serve the layer they run from the projection rows; else torch does, from their parts.
     """
+    if weights.kernel_taps is not None and weights.lower_bound is not None:
+        return kda_decode(
+            rows.proj,
+            weights.f_b,
+            *weights.kernel_taps,
+            weights.a_log,
+            weights.dt_bias,
+            weights.norm,
+            cache.conv,
+            cache.temporal,
+            slots,
+            lower_bound=weights.lower_bound,
+            scale=weights.scale,
+            eps=weights.norm_eps,
+        )
     history = cache.conv[slots].mT.to(weights.conv.dtype)
     sequence = torch.cat((history, rows.qkv.unsqueeze(1).to(history.dtype)), dim=1)
     tokens = prepare_tokens(sequence, rows.f.unsqueeze(1), rows.b.unsqueeze(1), weights)

@@ -7,9 +7,10 @@ Importing this registers the torch ops under `trtllm::` and loads neither Triton
 
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.op import k3_kda_verify as k3_kda_verify
 from tensorrt_llm._torch.modules.kda.ops.kda_commit_pending.op import kda_commit_pending as kda_commit_pending
+from tensorrt_llm._torch.modules.kda.ops.kda_decode.op import kda_decode as kda_decode
 from tensorrt_llm._torch.modules.kda.ops.kda_intermediate_verify.op import (
     kda_intermediate_verify as kda_intermediate_verify,
 )
 from tensorrt_llm._torch.modules.kda.ops.kda_mtp_decode.op import kda_mtp_decode as kda_mtp_decode
 
-__all__ = ["k3_kda_verify", "kda_commit_pending", "kda_intermediate_verify", "kda_mtp_decode"]
+__all__ = ["k3_kda_verify", "kda_commit_pending", "kda_intermediate_verify", "kda_mtp_decode", "kda_decode"]

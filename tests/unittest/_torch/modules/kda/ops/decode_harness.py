@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of `kda_decode` share: implementations, and a float64 twin of a chain of steps."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tensorrt_llm._torch.modules.kda.ops.catalog import OPS
+from tensorrt_llm._torch.modules.kda.ops.kda_decode.inputs import (
+    DecodeInputs,
+    DecodeShape,
+    as_float64,
+    make_inputs,
+    make_rows,
+)
+from tests.unittest._torch.modules.kda.ops.harness import (
+    DEVICE,
+    Run,
+    output_error,
+    relative_error,
+)
+
+DECODE = OPS["kda_decode"]
+TOLERANCE = DECODE.tolerance
+# Triton's interpreter truncates where a GPU rounds to bf16.
+OUTPUT_TOLERANCE = TOLERANCE.output * (1 if DEVICE == "cuda" else 2)
+
+
+def decode_runs() -> list[Any]:
+    """pytest parameters: what can run here, named."""
+    return [pytest.param(name, id=name) for name in ("torch", "triton")]
+
+
+def load_decode(name: str) -> Run:
+    """The callable behind a name of `decode_runs`."""
+    return DECODE.implementation(name).load()
+
+
+def shape_of(requests: int, heads: int = 2, **sizes: int) -> DecodeShape:
+    return DecodeShape(requests=requests, heads=heads, **sizes)
+
+
+def with_gate(inputs: DecodeInputs, exact: DecodeInputs) -> DecodeInputs:
+    """The inputs with the twin's f_b product, so that its rounding is the same on both sides."""
+    assert exact.g_ext is not None
+    return replace(inputs, g_ext=exact.g_ext.to(inputs.proj.dtype).to(inputs.proj.device))
+
+
+def assert_close(
+    inputs: DecodeInputs, output: Tensor, exact: DecodeInputs, want: Tensor, *, state: float
+) -> None:
+    """Outputs and states within tolerance; the window, a copy of inputs, exactly."""
+    assert output_error(output, want) <= OUTPUT_TOLERANCE
+    used = inputs.slots[inputs.slots >= 0].long().cpu()
+    assert relative_error(inputs.ssm.cpu()[used], exact.ssm[used]) <= state
+    assert relative_error(inputs.conv_pool, exact.conv_pool) == 0.0
+
+
+@dataclass
+class Steps:
+    """Steps of one implementation and of its float64 twin, on the same rows."""
+
+    run: Run
+    inputs: DecodeInputs
+    exact: DecodeInputs
+    generator: torch.Generator
+
+    @classmethod
+    def start(cls, run: Run, shape: DecodeShape, seed: int = 0) -> "Steps":
+        inputs = make_inputs(shape, seed=seed, device=DEVICE)
+        return cls(run, inputs, as_float64(inputs), torch.Generator().manual_seed(seed + 1))
+
+    def step(self) -> tuple[Tensor, Tensor]:
+        """One token for every request on fresh rows; (output, float64 output)."""
+        shape = shape_of(self.inputs.slots.shape[0], self.inputs.a_log.shape[0])
+        rows = make_rows(shape, self.generator)
+        inputs = replace(self.inputs, proj=rows.to(DEVICE))
+        # The twin keeps its own pools; only rows and gate come from the step.
+        exact = replace(as_float64(replace(inputs, proj=rows)), **self.exact.mutable())
+        want = DECODE.reference(*exact.arguments())
+        return self.run(*with_gate(inputs, exact).arguments()), want
+
+    def state_error(self) -> float:
+        used = self.inputs.slots.long().cpu()
+        return relative_error(self.inputs.ssm.cpu()[used], self.exact.ssm[used])
