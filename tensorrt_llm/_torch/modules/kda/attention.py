@@ -7,6 +7,7 @@ through the chunked form, generation rounds through the verify scheme (or, witho
 token decode).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tensorrt_llm._torch.modules.kda.chunk import chunk_kda
+from tensorrt_llm._torch.modules.kda.chunk import chunk_kda, chunked_prompt
+from tensorrt_llm._torch.modules.kda.ops import kda_prefill
 from tensorrt_llm._torch.modules.kda.recurrence import KdaWeights, gated_norm, prepare_tokens
 from tensorrt_llm._torch.modules.kda.verify_scheme import (
     KdaGeometry,
@@ -24,7 +26,7 @@ from tensorrt_llm._torch.modules.kda.verify_scheme import (
 )
 from tensorrt_llm._torch.modules.kda.windows import sync_window
 from tensorrt_llm._torch.modules.linear import FusedLinear
-from tensorrt_llm._torch.modules.metadata import PREFILL_ALIGNMENT_TOKENS, ContextChunk, ForwardMetadata
+from tensorrt_llm._torch.modules.metadata import ContextChunk, ForwardMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +127,14 @@ class KimiDeltaAttention(nn.Module):
         `cache`."""
         rows, weights = self._rows(self.in_proj(x)), self.weights()
         out = x.new_zeros(x.shape[0], self.config.num_heads, self.config.head_dim)
-        for chunk in metadata.contexts:
-            span = slice(chunk.row_start, chunk.row_start + chunk.num_tokens)
-            out[span] = self._prefill(rows.span(span), weights, chunk, cache)
+        if weights.kernel_taps is not None and metadata.contexts:
+            first, last = metadata.contexts[0], metadata.contexts[-1]
+            span = slice(first.row_start, last.row_start + last.num_tokens)
+            out[span] = self._prefill_together(rows.span(span), weights, metadata.contexts, cache)
+        else:
+            for chunk in metadata.contexts:
+                span = slice(chunk.row_start, chunk.row_start + chunk.num_tokens)
+                out[span] = self._prefill(rows.span(span), weights, chunk, cache)
         for group in metadata.groups:
             part = rows.span(group.rows)
             if self.verify_scheme is None:
@@ -148,20 +155,40 @@ class KimiDeltaAttention(nn.Module):
         else:
             state, window = cache.temporal[slot], cache.conv[slot].T.to(rows.qkv.dtype)
         sequence = torch.cat((window, rows.qkv))
-        outputs = []
-        for start in range(0, chunk.num_tokens, PREFILL_ALIGNMENT_TOKENS):
-            end = min(start + PREFILL_ALIGNMENT_TOKENS, chunk.num_tokens)
-            tokens = prepare_tokens(
-                sequence[start : end + width - 1], rows.f[start:end], rows.b[start:end], weights
-            )
-            o, state = chunk_kda(tokens, state, weights.lower_bound)
-            outputs.append(o)
+        o, state = chunked_prompt(sequence, rows.f, rows.b, weights, state)
         cache.temporal[slot] = state
         cache.conv[slot] = sequence[sequence.shape[0] - (width - 1) :].T.to(cache.conv.dtype)
         if self.verify_scheme is not None:
             sync_window(cache, (slot,))
         gate = rows.gate.view(chunk.num_tokens, weights.num_heads, weights.head_dim)
-        return gated_norm(torch.cat(outputs), gate, weights)
+        return gated_norm(o, gate, weights)
+
+    def _prefill_together(
+        self, rows: KdaRows, weights: KdaWeights, chunks: Sequence[ContextChunk], cache: Any
+    ) -> Tensor:
+        """All prompt chunks of a step through the op: outputs [rows, H, V]; writes what `_prefill` writes."""
+        if weights.kernel_taps is None or weights.lower_bound is None:
+            raise AssertionError("the layer was prepared for kernels without a gate that they serve")
+        slots = [chunk.slot for chunk in chunks]
+        out = kda_prefill(
+            rows.proj,
+            weights.f_b,
+            *weights.kernel_taps,
+            weights.a_log,
+            weights.dt_bias,
+            weights.norm,
+            cache.conv,
+            cache.temporal,
+            slots=slots,
+            lengths=[chunk.num_tokens for chunk in chunks],
+            positions=[chunk.position_start for chunk in chunks],
+            lower_bound=weights.lower_bound,
+            scale=weights.scale,
+            eps=weights.norm_eps,
+        )
+        if self.verify_scheme is not None:
+            sync_window(cache, slots)
+        return out
 
     def forward_dense(self, x: Tensor) -> Tensor:
         """Whole sequences at once without a cache, for training: x [B, T, hidden] -> [B, T, hidden]."""

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tensorrt_llm._torch.modules.kda.recurrence import KdaTokens
+from tensorrt_llm._torch.modules.kda.recurrence import KdaTokens, KdaWeights, prepare_tokens
+from tensorrt_llm._torch.modules.metadata import PREFILL_ALIGNMENT_TOKENS
 from tensorrt_llm._torch.modules.pointwise import exp
 
 CHUNK_TOKENS = 16
@@ -97,3 +98,22 @@ def chunk_kda(tokens: KdaTokens, state: Tensor, lower_bound: float | None = None
     vn, starts = torch.stack(innovations, dim=-3), torch.stack(states, dim=-3)
     o = (gamma * q) @ starts.mT + B @ vn
     return o.movedim(-4, -2).flatten(-4, -3)[..., :T, :, :], state
+
+
+def chunked_prompt(
+    sequence: Tensor, f: Tensor, b: Tensor, weights: KdaWeights, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The outputs [T, H, V] of T tokens of one prompt and its state [H, V, K] after them, block by block.
+
+    sequence [W-1+T, 3D]: raw q | k | v projections behind the window before them; f [T, D] decay logits, b
+    [T, H] beta logits. Blocks of 64 tokens start at the first token, so that a prompt that is cut at
+    multiples of 64 has the bits of one that is not.
+    """
+    T, outputs = f.shape[0], []
+    for start in range(0, T, PREFILL_ALIGNMENT_TOKENS):
+        end = min(start + PREFILL_ALIGNMENT_TOKENS, T)
+        rows = sequence[start : end + weights.conv_width - 1]
+        tokens = prepare_tokens(rows, f[start:end], b[start:end], weights)
+        o, state = chunk_kda(tokens, state, weights.lower_bound)
+        outputs.append(o)
+    return torch.cat(outputs), state

@@ -13,4 +13,11 @@ from tensorrt_llm._torch.modules.kda.ops.kda_intermediate_verify.op import (
 )
 from tensorrt_llm._torch.modules.kda.ops.kda_mtp_decode.op import kda_mtp_decode as kda_mtp_decode
 
-__all__ = ["k3_kda_verify", "kda_commit_pending", "kda_intermediate_verify", "kda_mtp_decode", "kda_decode"]
+__all__ = [
+    "k3_kda_verify",
+    "kda_commit_pending",
+    "kda_decode",
+    "kda_intermediate_verify",
+    "kda_mtp_decode",
+    "kda_prefill",
+]

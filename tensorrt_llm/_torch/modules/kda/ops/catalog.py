@@ -6,6 +6,9 @@ from tensorrt_llm._torch.modules.kda.ops.kda_commit_pending.entry import ENTRY a
 from tensorrt_llm._torch.modules.kda.ops.kda_decode.entry import ENTRY as _DECODE
 from tensorrt_llm._torch.modules.kda.ops.kda_intermediate_verify.entry import ENTRY as _INTERMEDIATE
 from tensorrt_llm._torch.modules.kda.ops.kda_mtp_decode.entry import ENTRY as _REPLAY
+from tensorrt_llm._torch.modules.kda.ops.kda_prefill.entry import ENTRY as _PREFILL
 from tensorrt_llm._torch.modules.kda.ops.registry import OpEntry
 
-OPS: dict[str, OpEntry] = {entry.name: entry for entry in (_VERIFY, _REPLAY, _INTERMEDIATE, _COMMIT, _DECODE)}
+OPS: dict[str, OpEntry] = {
+    entry.name: entry for entry in (_VERIFY, _REPLAY, _INTERMEDIATE, _COMMIT, _DECODE, _PREFILL)
+}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Name = Literal["torch", "triton", "cute"]
+Name = Literal["torch", "fla", "triton", "cute"]
 
 # Targets of the CuTe DSL kernels. `a`: the code runs on exactly that architecture.
 CUTE_ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")

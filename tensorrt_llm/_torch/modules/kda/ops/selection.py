@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation of an op runs here: a pack, the CuTe DSL, Triton or torch; said once, with why."""
+"""Which implementation of an op runs here, a pack, the CuTe DSL, Triton, fla-core or torch; said once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ class Facts:
     pack_refusal: str
     has_dsl: bool
     has_triton: bool
+    has_fla: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +42,11 @@ class Choice:
 def choose(facts: Facts, names: tuple[str, ...]) -> Choice:
     """The fastest of an op's implementations `names` that runs there.
 
-    Raises ValueError when the implementation asked for by TRTLLM_KDA_IMPLEMENTATION cannot run.
+    Raises ValueError when the implementation asked for by TRTLLM_KDA_IMPLEMENTATION is one of them and cannot
+    run; the variable says nothing to ops that lack it.
     """
     options = _options(facts, names)
-    if facts.wanted == "auto":
+    if facts.wanted not in names:
         return options[0]
     for option in options:
         if option.name == facts.wanted:
@@ -70,7 +72,10 @@ def _options(facts: Facts, names: tuple[str, ...]) -> list[Choice]:
         why = f"no CuTe DSL kernel for {facts.architecture}"
     if "triton" in names and on_gpu and facts.has_triton:
         found.append(Choice(name="triton", source="", reason=why))
-    reason = f"{why}; no Triton" if on_gpu else "the device is a CPU"
+    if "fla" in names and on_gpu and facts.has_triton and facts.has_fla:
+        found.append(Choice(name="fla", source="", reason="fla-core is installed"))
+    missing = "fla-core" if "fla" in names and facts.has_triton else "Triton"
+    reason = f"{why}; no {missing}" if on_gpu else "the device is a CPU"
     found.append(Choice(name="torch", source="", reason=reason))
     return found
 
@@ -112,6 +117,7 @@ def _selected(entry: OpEntry, architecture: str, wanted: str, directory: Path | 
         pack_refusal=refusal,
         has_dsl=find_spec("cutlass") is not None and find_spec("tvm_ffi") is not None,
         has_triton=find_spec("triton") is not None,
+        has_fla=find_spec("fla") is not None,
     )
     choice = choose(facts, tuple(implementation.name for implementation in entry.implementations))
     run = entry.implementation(choice.name).load()

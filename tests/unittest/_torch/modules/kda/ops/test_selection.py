@@ -18,7 +18,13 @@ from tensorrt_llm._torch.modules.kda.ops.selection import Facts, choose
 VERIFY = OPS["k3_kda_verify"]
 NAMES = ("cute", "triton", "torch")
 HOPPER = Facts(
-    architecture="sm_90a", wanted="auto", pack=True, pack_refusal="", has_dsl=True, has_triton=True
+    architecture="sm_90a",
+    wanted="auto",
+    pack=True,
+    pack_refusal="",
+    has_dsl=True,
+    has_triton=True,
+    has_fla=True,
 )
 
 
@@ -46,6 +52,24 @@ def test_an_implementation_that_cannot_run_is_refused_by_name() -> None:
     facts = replace(HOPPER, architecture="cpu", wanted="cute", pack=False, has_triton=False)
     with pytest.raises(ValueError, match="TRTLLM_KDA_IMPLEMENTATION=cute cannot run on cpu.*torch"):
         choose(facts, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "words"),
+    [
+        ({}, "fla", "installed"),
+        ({"architecture": "sm_80"}, "fla", "installed"),
+        ({"wanted": "cute"}, "fla", "installed"),
+        ({"wanted": "torch"}, "torch", ""),
+        ({"has_fla": False}, "torch", "no fla-core"),
+        ({"has_triton": False}, "torch", "no Triton"),
+        ({"architecture": "cpu"}, "torch", "CPU"),
+    ],
+)
+def test_fla_serves_the_ops_that_have_it_wherever_there_is_a_gpu(changes, name, words) -> None:
+    choice = choose(replace(HOPPER, pack=False, **changes), ("fla", "torch"))
+    assert choice.name == name
+    assert words in choice.reason
 
 
 def test_a_kernel_is_not_compiled_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
