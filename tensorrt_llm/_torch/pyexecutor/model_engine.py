@@ -14,7 +14,7 @@ from tensorrt_llm._torch.modules.metadata import (
     LayerCaches,
     VerifyGroup,
 )
-from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.index_buffers import index_tensor
+from tensorrt_llm._torch.pyexecutor.kv_cache.device_copy import to_device
 from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest
 from tensorrt_llm._torch.pyexecutor.sampler import LogitRows
 from tensorrt_llm._torch.pyexecutor.scheduler import ScheduledRequests
@@ -92,7 +92,7 @@ class ModelEngine:
             rows.append(LogitRows(req, start, req.py_draft_tokens))
             start = rows[-1].stop
         if metadata.contexts:
-            ends = index_tensor([row for _, row in wanted], hidden.device)
+            ends = to_device([row for _, row in wanted], hidden.device)
             hidden = torch.cat((hidden[ends], hidden[first_generation_row:]))
         return StepLogits(self.model.compute_logits(hidden), rows)
 
@@ -118,7 +118,7 @@ class ModelEngine:
         rounds, first = [], len(contexts)
         for num_tokens, members in groups:
             span = slice(first, first + len(members))
-            slots_on_device = index_tensor(slots[span], self._device, torch.int32)
+            slots_on_device = to_device(slots[span], self._device, torch.int32)
             rounds.append(
                 _group(members, num_tokens, len(tokens), slots_on_device, tuple(slots[span]), pages[span])
             )
@@ -126,7 +126,7 @@ class ModelEngine:
                 tokens.append(req.get_tokens()[-1])
                 tokens += req.py_draft_tokens
             first = span.stop
-        input_ids = index_tensor(tokens, self._device)
+        input_ids = to_device(tokens, self._device)
         return input_ids, ForwardMetadata(
             contexts=tuple(chunks), groups=tuple(rounds), num_tokens=len(tokens)
         )
@@ -141,7 +141,7 @@ class ModelEngine:
         ):
             known = self._pages.get(request_id)
             if known is None or known[0] != pages:
-                known = (list(pages), index_tensor(pages, self._device))
+                known = (list(pages), to_device(pages, self._device))
                 self._pages[request_id] = known
             result.append(known[1])
         return result

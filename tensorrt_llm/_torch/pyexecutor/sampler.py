@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tensorrt_llm._torch.pyexecutor.kv_cache.device_copy import to_device
 from tensorrt_llm._torch.pyexecutor.llm_request import LlmRequest, SamplingSpec, TokenLogprob
 
 NO_TOKEN = -1
@@ -83,7 +84,7 @@ class TokenHistory:
         """Count the tokens that came since the last call."""
         tokens = req.get_tokens()
         if self._num_seen == 0:
-            self._in_prompt[self._ids(tokens[: req.prompt_len])] = True
+            self._in_prompt.index_fill_(0, self._ids(tokens[: req.prompt_len]), True)
             self._num_seen = req.prompt_len
         if self._num_seen < len(tokens):
             self.count(tokens[self._num_seen :], 1.0)
@@ -91,11 +92,12 @@ class TokenHistory:
 
     def count(self, tokens: Sequence[int], times: float) -> None:
         """Add (or with a negative `times` take away) occurrences in the output."""
-        ids = self._ids(tokens)
-        self._output_counts.index_put_((ids,), self._output_counts.new_tensor(times), accumulate=True)
+        self._output_counts.index_add_(
+            0, self._ids(tokens), self._output_counts.new_full((len(tokens),), times)
+        )
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int64, device=self._in_prompt.device)
+        return to_device(tokens, self._in_prompt.device)
 
     def penalise(self, row: Tensor, sampling: SamplingSpec) -> None:
         """Apply the penalties to one row of logits, in place."""
@@ -120,15 +122,16 @@ class Sampler:
     def sample(self, logits: Tensor, rows: Sequence[LogitRows]) -> list[list[int]]:
         """The target tokens of each entry's rows. logits fp32 [n, vocab] are left as they are.
 
-        A row with a logit that is NaN or infinity, or with no token left to choose, gives NO_TOKEN.
+        A row with a logit that is NaN or infinity, or with no token left to choose, gives NO_TOKEN. Reads the
+        tokens to the host once, when all are chosen: the one wait for the device in a step.
         """
         if any(entry.request.request.sampling.changes_logits for entry in rows):
             logits = self._adjusted(logits, rows)
         best, ids = logits.max(dim=-1)
-        chosen = ids.where(best.isfinite(), NO_TOKEN).tolist()
         drawn = [entry for entry in rows if not entry.request.request.sampling.is_greedy]
         if drawn:
-            _replace_by_draws(chosen, logits, drawn)
+            _replace_by_draws(ids, logits, drawn)
+        chosen = ids.where(best.isfinite(), NO_TOKEN).tolist()
         return [chosen[entry.start : entry.stop] for entry in rows]
 
     def _adjusted(self, logits: Tensor, rows: Sequence[LogitRows]) -> Tensor:
@@ -141,13 +144,15 @@ class Sampler:
     def _adjust(self, logits: Tensor, entry: LogitRows) -> None:
         req, sampling = entry.request, entry.request.request.sampling
         if sampling.logit_bias:
-            ids = torch.tensor(list(sampling.logit_bias), device=logits.device)
-            logits[:, ids] += logits.new_tensor(list(sampling.logit_bias.values()))
+            ids = to_device(list(sampling.logit_bias), logits.device)
+            biases = to_device(list(sampling.logit_bias.values()), logits.device, logits.dtype)
+            logits.index_add_(1, ids, biases.expand(len(logits), -1))
         if sampling.has_penalties:
             self._penalise(logits, entry)
         num_early = min(sampling.min_tokens - req.num_generated, logits.shape[0])
         if num_early > 0 and req.ending_ids:
-            logits[:num_early, list(req.ending_ids)] = float("-inf")
+            ids = to_device(list(req.ending_ids), logits.device)
+            logits[:num_early].index_fill_(1, ids, float("-inf"))
 
     def _penalise(self, logits: Tensor, entry: LogitRows) -> None:
         req = entry.request
@@ -164,8 +169,8 @@ class Sampler:
             history.count(entry.drafts, -1.0)
 
 
-def _replace_by_draws(chosen: list[int], logits: Tensor, drawn: Sequence[LogitRows]) -> None:
-    """Overwrite the best tokens of the drawn entries' rows, except where there was none."""
+def _replace_by_draws(ids: Tensor, logits: Tensor, drawn: Sequence[LogitRows]) -> None:
+    """Overwrite the best tokens int64 [n] of the drawn entries' rows, in place."""
     rows, temperature, top_k, top_p, min_p, u = [], [], [], [], [], []
     for entry in drawn:
         req, sampling = entry.request, entry.request.request.sampling
@@ -176,17 +181,17 @@ def _replace_by_draws(chosen: list[int], logits: Tensor, drawn: Sequence[LogitRo
             top_p.append(1.0 if sampling.top_p is None else sampling.top_p)
             min_p.append(sampling.min_p)
             u.append(uniform(req.seed, req.num_tokens + offset))
+    device = logits.device
+    index = to_device(rows, device)
     tokens = draw_tokens(
-        logits[rows],
-        torch.tensor(temperature, dtype=torch.float32, device=logits.device),
-        torch.tensor(top_k, dtype=torch.int64, device=logits.device),
-        torch.tensor(top_p, dtype=torch.float64, device=logits.device),
-        torch.tensor(min_p, dtype=torch.float64, device=logits.device),
-        torch.tensor(u, dtype=torch.float64, device=logits.device),
+        logits[index],
+        to_device(temperature, device, torch.float32),
+        to_device(top_k, device),
+        to_device(top_p, device, torch.float64),
+        to_device(min_p, device, torch.float64),
+        to_device(u, device, torch.float64),
     )
-    for row, token in zip(rows, tokens.tolist(), strict=True):
-        if chosen[row] != NO_TOKEN:
-            chosen[row] = token
+    ids.index_copy_(0, index, tokens)
 
 
 def token_logprobs(
@@ -196,19 +201,19 @@ def token_logprobs(
     tokens.
     """
     logprobs = torch.log_softmax(logits.float(), dim=-1)
-    ids = torch.tensor(token_ids, device=logits.device)
-    own = logprobs.gather(1, ids[:, None])
-    ranks = ((logprobs > own).sum(dim=-1) + 1).tolist()
+    own = logprobs.gather(1, to_device(token_ids, logits.device)[:, None])
+    ranks = (logprobs > own).sum(dim=-1, keepdim=True) + 1
     best, best_ids = logprobs.topk(min(num_best, logits.shape[-1]), dim=-1)
-    return tuple(
-        (
-            TokenLogprob(token_id=token, logprob=logprob, rank=rank),
-            *(
-                TokenLogprob(token_id=other, logprob=value, rank=place)
-                for place, (other, value) in enumerate(zip(others, values, strict=True), start=1)
-            ),
+    # One read to the host; fp64 holds ids, ranks and fp32 values exactly.
+    table = torch.cat([part.double() for part in (own, ranks, best, best_ids)], dim=-1).tolist()
+    result = []
+    for token, (logprob, rank, *others) in zip(token_ids, table, strict=True):
+        values, ids = others[: len(others) // 2], others[len(others) // 2 :]
+        places = enumerate(zip(ids, values, strict=True), start=1)
+        result.append(
+            (
+                TokenLogprob(token_id=token, logprob=logprob, rank=int(rank)),
+                *(TokenLogprob(token_id=int(i), logprob=value, rank=place) for place, (i, value) in places),
+            )
         )
-        for token, logprob, rank, others, values in zip(
-            token_ids, own[:, 0].tolist(), ranks, best_ids.tolist(), best.tolist(), strict=True
-        )
-    )
+    return tuple(result)

@@ -105,7 +105,8 @@ class LayerCache:
 
     def accept(self, scheme: VerifyScheme, slot: int, count: int) -> None:
         """Accept so many drafts of the slot's round."""
-        slots, counts = (torch.tensor([value], dtype=torch.int32) for value in (slot, count))
+        device = self.temporal.device
+        slots, counts = (torch.tensor([value], dtype=torch.int32, device=device) for value in (slot, count))
         done = scheme.promote(self.as_all_layers(), slots, counts)
         self.prev_num_accepted_tokens[slot] = 0 if done else count
 

@@ -7,13 +7,6 @@ import torch
 from torch import Tensor
 
 
-def index_tensor(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """The numbers on `device`, without waiting for it."""
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=device)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
-
-
 class StateIndexBuffers:
     """int32 [capacity] slots of the rows of a step and bool [capacity] "is a dummy or padding".
 

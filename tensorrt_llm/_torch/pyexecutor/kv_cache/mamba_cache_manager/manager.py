@@ -14,6 +14,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.config import (
     SpecConfigLike,
     refuse_unsupported,
 )
+from tensorrt_llm._torch.pyexecutor.kv_cache.device_copy import to_device
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import (
     HALF,
     KVCacheManagerV2,
@@ -22,9 +23,6 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.common import (
     AcceptanceMetadata,
 )
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.hybrid_sizing import HybridSizing
-from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.index_buffers import (
-    index_tensor,
-)
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.recurrent_storage import RecurrentStorage
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.slot_map import SlotMap
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.snapshots import next_chunk_end
@@ -179,10 +177,10 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
         if state_indices is None:
             slots = [self._map.state_index[request_id] for request_id in real_ids]
         elif isinstance(state_indices, Tensor):
-            slots = state_indices[index_tensor(rows, state_indices.device)]
+            slots = state_indices[to_device(rows, state_indices.device)]
         else:
             slots = [state_indices[row] for row in rows]
-        num_drafts = num_accepted_tokens[index_tensor(rows, num_accepted_tokens.device)] - 1
+        num_drafts = num_accepted_tokens[to_device(rows, num_accepted_tokens.device)] - 1
         self._map.store_acceptance(real_ids, slots, num_drafts)
 
     def update_resources(
@@ -201,7 +199,7 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
             ]
             ids = [req.py_request_id for req in live]
             counts = [req.py_num_accepted_draft_tokens for req in live]
-            num_drafts = index_tensor(counts, self.device, COUNT_DTYPE)
+            num_drafts = to_device(counts, self.device, COUNT_DTYPE)
             self._map.store_acceptance(ids, [known[request_id] for request_id in ids], num_drafts)
         super().update_resources(batch, attn_metadata, kv_cache_dtype_byte_size)
 
@@ -276,7 +274,7 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
         return dummies
 
     def _zero_slots(self, slots: Sequence[int]) -> None:
-        index = index_tensor(slots, self.device)
+        index = to_device(slots, self.device)
         for pool in (*self._temporal, *self._conv):
             pool.index_fill_(0, index, 0)
         if self._map.buffers is not None:

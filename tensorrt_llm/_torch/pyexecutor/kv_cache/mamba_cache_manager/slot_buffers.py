@@ -18,7 +18,7 @@ from tensorrt_llm._torch.modules.kda.verify_scheme import (
     SlotBuffer,
     VerifyScheme,
 )
-from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.index_buffers import index_tensor
+from tensorrt_llm._torch.pyexecutor.kv_cache.device_copy import to_device
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options import COUNT_DTYPE
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.views import SpeculativeState
 
@@ -61,7 +61,7 @@ class SlotBuffers:
         }
         self.num_accepted = torch.zeros(num_slots, dtype=COUNT_DTYPE, device=device)
         self._last_slots: list[int] = []
-        self._last_index = index_tensor([], device, torch.int32)
+        self._last_index = to_device([], device, torch.int32)
         self._all_layers = SpeculativeState(
             conv=stack_layers(conv),
             temporal=stack_layers(temporal),
@@ -140,7 +140,7 @@ class SlotBuffers:
         # A batch that goes on generating has the same slots step after step: its index stays on the device.
         if list(slots) != self._last_slots:
             self._last_slots = list(slots)
-            self._last_index = index_tensor(slots, self.num_accepted.device, torch.int32)
+            self._last_index = to_device(slots, self.num_accepted.device, torch.int32)
         return self._last_index
 
 
