@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tensorrt_llm._torch.modules.kda.ops import packs
 from tensorrt_llm._torch.modules.kda.ops.catalog import OPS
+from tensorrt_llm._torch.modules.kda.ops.compiled import KernelCache
 from tensorrt_llm._torch.modules.kda.ops.kda_decode.inputs import (
     DecodeInputs,
     DecodeShape,
@@ -16,6 +18,10 @@ from tensorrt_llm._torch.modules.kda.ops.kda_decode.inputs import (
     make_inputs,
     make_rows,
 )
+from tensorrt_llm._torch.modules.kda.ops.kda_decode.launch import SPLITS, DecodeConfig
+from tensorrt_llm._torch.modules.kda.ops.registry import CUTE_ARCHITECTURES
+from tensorrt_llm._torch.modules.kda.ops.selection import architecture_of
+from tensorrt_llm.envs import kernel_pack
 from tests.unittest._torch.modules.kda.ops.harness import (
     DEVICE,
     Run,
@@ -30,13 +36,30 @@ OUTPUT_TOLERANCE = TOLERANCE.output * (1 if DEVICE == "cuda" else 2)
 
 
 def decode_runs() -> list[Any]:
-    """pytest parameters: what can run here, named."""
-    return [pytest.param(name, id=name) for name in ("torch", "triton")]
+    """pytest parameters: what can run here, named. On a GPU the CuTe kernel comes in every launch."""
+    names = ["torch", "triton"]
+    if DEVICE == "cuda" and architecture_of(torch.device("cuda")) in CUTE_ARCHITECTURES:
+        names = ["triton", *(f"cute-split{split}" for split in SPLITS)]
+    return [pytest.param(name, id=name) for name in names]
 
 
 def load_decode(name: str) -> Run:
     """The callable behind a name of `decode_runs`."""
-    return DECODE.implementation(name).load()
+    base, _, launch = name.partition("-")
+    run = DECODE.implementation(base).load()
+    if base != "cute":
+        return run
+    directory, architecture = kernel_pack(), architecture_of(torch.device("cuda"))
+    pack = packs.open_pack(directory, architecture, DECODE.name, DECODE.kernel_sources) if directory else None
+    assert DECODE.kernels is not None
+    compiled = run(KernelCache(DECODE.kernels, pack))
+    base_config = DecodeConfig(split=int(launch[5:]))
+
+    def call(*arguments: Any) -> Tensor:
+        external = len(arguments) > 14 and arguments[14] is not None
+        return compiled(*arguments, config=replace(base_config, external_gate=external))
+
+    return call
 
 
 def shape_of(requests: int, heads: int = 2, **sizes: int) -> DecodeShape:

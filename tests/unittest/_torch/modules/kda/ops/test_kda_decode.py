@@ -2,6 +2,7 @@
 """`kda_decode`: every implementation against float64, and what it must not read or write."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +17,12 @@ from tensorrt_llm._torch.modules.kda.ops.kda_decode.inputs import (
     make_inputs,
     move,
 )
-from tensorrt_llm._torch.modules.kda.ops.kda_decode.launch import SPLITS, packed_configs
+from tensorrt_llm._torch.modules.kda.ops.kda_decode.launch import SPLITS, DecodeConfig, packed_configs
 from tensorrt_llm._torch.modules.kda.ops.kda_decode.op import kda_decode
+from tensorrt_llm._torch.modules.kda.ops.registry import CUTE_ARCHITECTURES
 from tensorrt_llm._torch.modules.kda.recurrence import KdaWeights
 from tensorrt_llm._torch.modules.kda.verify_scheme import KdaRows, decode
+from tensorrt_llm.commands.kernels import compile_kernel
 from tests.unittest._torch.modules.kda.ops.decode_harness import (
     DECODE,
     OUTPUT_TOLERANCE,
@@ -240,6 +243,16 @@ def test_compiled_kernels_leave_unaligned_arguments_to_triton() -> None:
     assert "aligned" in why(w_fb=unaligned)
     assert "conv pool" in why(conv_pool=inputs.conv_pool.float())
     assert "rows" in why(proj=inputs.proj[:, 1:])
+
+
+@pytest.mark.parametrize("architecture", CUTE_ARCHITECTURES)
+def test_every_split_compiles_without_spills(architecture: str, tmp_path: Path) -> None:
+    pytest.importorskip("cutlass")
+    for split in (1, 2, 8):
+        _, record = compile_kernel(DECODE, DecodeConfig(split=split), architecture, tmp_path)
+        assert record.stack_bytes == 0, record
+        # Two CTAs of 256 threads or three of 128 to an SM.
+        assert 0 < record.registers <= (128 if split == 1 else 168), record
 
 
 def test_every_launch_that_may_be_chosen_is_packed() -> None:
