@@ -23,12 +23,17 @@ class Emulated:
     """A compiled function that runs on the CPU; call it with the arguments of the compiled launcher.
 
     seed None runs all CTAs in lockstep. With a seed, clusters run one after another and the warps of one take
-    turns at random, each up to a barrier or wait: a missing one changes the result. `apart`: CTAs of a cluster
-    do not even start together, which hardware all but ensures and PTX leaves to the cluster's barrier.
+    turns at random, each up to a barrier or wait: a missing one changes the result. `apart`: CTAs of a
+    cluster do not start together, which hardware all but ensures and PTX leaves to the cluster's barrier.
     """
 
     def __init__(
-        self, ptx: str, launcher: HostLauncher, kernels: dict[str, Kernel], seed: int | None
+        self,
+        ptx: str,
+        launcher: HostLauncher,
+        kernels: dict[str, Kernel],
+        seed: int | None,
+        apart: bool = False,
     ) -> None:
         self.ptx, self.launcher, self.seed = ptx, launcher, seed
         self._kernels, self._apart = kernels, apart

@@ -108,9 +108,13 @@ def _vote(program: Program, instruction: Instruction) -> Step:
         if mode == "ballot":
             assign(b, m, slot, _spread(_ballot(held & taking)))
             return
-        any_: Array = _by_warp(held & taking).any(axis=1)
-        all_: Array = _by_warp(held | ~taking).all(axis=1)
-        result: Array = {"any": any_, "all": all_, "uni": all_ | ~any_}[mode]
+        result: Array
+        if mode == "any":
+            result = np.any(_by_warp(held & taking), axis=1)
+        else:
+            result = np.all(_by_warp(held | ~taking), axis=1)
+            if mode == "uni":
+                result = result | ~np.any(_by_warp(held & taking), axis=1)
         assign(b, m, slot, _spread(result))
 
     return step
