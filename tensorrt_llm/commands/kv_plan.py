@@ -86,6 +86,12 @@ class _Outputs:
 @click.option(
     "--scheme", type=click.Choice([*SCHEME_NAMES, "all"]), default="all", help="How drafts are undone."
 )
+@click.option(
+    "--kda-conv-dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    help="Element type of the extended conv windows.",
+)
 @click.option("--block-reuse", is_flag=True, help="Reuse caches between requests with a common start.")
 @click.option(
     "--sweep",
@@ -113,6 +119,7 @@ def main(
     free_fraction: float,
     workspace: int,
     scheme: str,
+    kda_conv_dtype: str,
     block_reuse: bool,
     sweep: bool,
     as_json: bool,
@@ -138,6 +145,7 @@ def main(
             tokens_per_block=tokens_per_block,
             max_util=max_util,
             block_reuse=block_reuse,
+            kda_conv_dtype=kda_conv_dtype,
             gpu_quota_bytes=gpu_quota,
             gpu=gpu,
             max_tokens=max_tokens,

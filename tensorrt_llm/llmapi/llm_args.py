@@ -51,10 +51,13 @@ class ModelKwargs(StrictBaseModel):
     kda_token_states: True keeps draft records, False never does, None decides as kda_verify_scheme says.
     kda_verify_scheme: how rejected drafts are undone; "auto" takes records where speculation is on, block
         reuse is off and an op serves the model's heads, else replay.
+    kda_conv_dtype: element type of the windows that verify rounds keep beside the states; bfloat16 takes half
+        the bytes and is exact for a model that runs in bfloat16, and is refused for others.
     """
 
     kda_token_states: bool | None = None
     kda_verify_scheme: Literal["auto", "records", "replay", "intermediate"] = "auto"
+    kda_conv_dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 class SchedulerConfig(StrictBaseModel):

@@ -6,6 +6,7 @@ from typing import Any
 
 from tensorrt_llm._torch.pyexecutor.kv_cache.config import KvCacheSettings, SpecSettings
 from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options import conv_dtype_of
 from tensorrt_llm.mapping import Mapping
 from tensorrt_llm.planning.models import PlannedModel
 
@@ -24,7 +25,8 @@ class GpuMemory:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
     """What is asked for; sizes count ranks, lengths tokens. The quota comes from `gpu_quota_bytes` or `gpu`,
-    and `max_tokens` may lower it. `drafts` 0 is generation without speculation.
+    and `max_tokens` may lower it. `drafts` 0 is generation without speculation. `kda_conv_dtype` is the
+    extended windows' element type by name.
 
     Raises ValueError, naming the option, for a number that is out of range.
     """
@@ -37,6 +39,7 @@ class PlanRequest:
     max_seq_len: int = 8192
     tokens_per_block: int = 64
     max_util: float = 0.95
+    kda_conv_dtype: str = "float32"
     block_reuse: bool = False
     gpu_quota_bytes: int | None = None
     gpu: GpuMemory | None = None
@@ -73,6 +76,7 @@ class PlanRequest:
             max_batch_size=self.max_batch_size,
             spec_config=SpecSettings(max_draft_len=self.drafts) if self.drafts else None,
             kda_verify_scheme=scheme,
+            kda_conv_dtype=conv_dtype_of(self.kda_conv_dtype),
         )
 
     def with_number(self, name: str, value: int) -> "PlanRequest":

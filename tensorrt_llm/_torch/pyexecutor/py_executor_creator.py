@@ -25,6 +25,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.budget import KvCacheCreator, Manag
 from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan, wants_token_states
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options import conv_dtype_of
 from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import gpu_quota_bytes
 from tensorrt_llm._torch.pyexecutor.kv_cache.traits import EngineStandIn
 from tensorrt_llm._torch.pyexecutor.limits import SchedulerLimits
@@ -197,6 +198,7 @@ def plan_cache(config: ExecutorConfig, resolved: ResolvedVerifyScheme, model: Ki
         max_num_tokens=config.max_num_tokens,
         kda_token_states=wants_token_states(EngineStandIn(model)),
         kda_verify_scheme=None if config.speculation is None else resolved.scheme,
+        kda_conv_dtype=conv_dtype_of(config.model_kwargs.get("kda_conv_dtype", "float32")),
     )
     if settings.max_gpu_total_bytes > 0:
         return plan

@@ -106,6 +106,7 @@ def random_request(rng: random.Random, **changes: Any) -> PlanRequest:
         "tokens_per_block": rng.choice((1, 4, 8, 32)),
         "max_util": rng.choice((0.5, 0.9, 0.95, 0.97, 1.0)),
         "block_reuse": rng.random() < 0.2,
+        "kda_conv_dtype": rng.choice(["float32", "bfloat16"]),
         "gpu_quota_bytes": rng.randrange(2 * MIB, 7 * MIB),
         "max_tokens": rng.choice((None, None, rng.randrange(1, 2000))),
     }

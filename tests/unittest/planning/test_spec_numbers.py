@@ -60,6 +60,15 @@ def test_bytes_per_slot_and_layer(k3: PlannedModel) -> None:
         assert p.conv_cache_bytes_per_slot == 69 * 92_160
 
 
+def test_extended_windows_in_bfloat16_take_half_beside_the_same_quota(k3: PlannedModel) -> None:
+    for scheme in SCHEME_NAMES:
+        wide, narrow = (plan(k3, scheme, kda_conv_dtype=name) for name in ("float32", "bfloat16"))
+        assert narrow.conv_cache_bytes_per_slot == 69 * 46_080
+        assert narrow.ssm_slots == wide.ssm_slots and narrow.attention_pages == wide.attention_pages
+        saved = wide.ssm_slots * 69 * 46_080
+        assert wide.outside_quota_bytes - narrow.outside_quota_bytes == saved
+
+
 def test_attention_bytes_per_token(k3: PlannedModel) -> None:
     p = plan(k3)
     assert (p.num_attention_layers, p.attention_bytes_per_token) == (24, TOKEN)

@@ -31,8 +31,8 @@ class CachePlan:
     """What a model's cache is made from. Attention is latent: one vector per token and layer, one head.
 
     `kda_token_states` and `kda_verify_scheme` say how rejected drafts are undone
-    (`MambaHybridCacheManagerV2`); both are inert without speculation. A recurrent state is fp32, its window
-    in the model's dtype.
+    (`MambaHybridCacheManagerV2`), `kda_conv_dtype` is the extended windows' element type; all are inert
+    without speculation. A recurrent state is fp32, its window in the model's dtype.
     """
 
     traits: ModelTraits
@@ -48,6 +48,7 @@ class CachePlan:
     is_draft: bool = False
     kda_token_states: bool = False
     kda_verify_scheme: str | None = None
+    kda_conv_dtype: torch.dtype = torch.float32
 
     @property
     def num_spec(self) -> int | None:
@@ -103,7 +104,12 @@ class CachePlan:
         tp_size = mamba_effective_tp_size(self.mapping)
         spec = linear_state_spec(shape, tp_size, _CONV_STATE_LAYOUT, dtypes)
         verify = plan_verify(
-            spec, self.num_spec, self.kda_token_states, self.kda_verify_scheme, self.is_draft
+            spec,
+            self.num_spec,
+            self.kda_token_states,
+            self.kda_verify_scheme,
+            self.is_draft,
+            self.kda_conv_dtype,
         )
         return HybridSizing.plan(
             config, kv_type, limits, layers, spec, verify, self.mapping, self.spec_config
@@ -140,6 +146,8 @@ class CachePlan:
         if self.num_spec is None:
             return arguments
         arguments["kda_replay_num_spec"] = self.num_spec
+        if self.kda_conv_dtype is not torch.float32:
+            arguments["kda_conv_dtype"] = self.kda_conv_dtype
         if takes_records and self.kda_token_states:
             arguments["kda_token_states"] = True
         if takes_records and self.kda_verify_scheme is not None:
@@ -212,6 +220,7 @@ def _create_kv_cache_manager(
     is_disagg: bool = False,
     enable_stats: bool = False,
     kda_verify_scheme: str | None = None,
+    kda_conv_dtype: torch.dtype = torch.float32,
     device: str | None = None,
 ) -> KVCacheManagerV2:
     """Build the cache of the engine's model (or of `model_config`, where there is no engine).
@@ -239,6 +248,7 @@ def _create_kv_cache_manager(
         is_draft=is_draft,
         kda_token_states=wants_token_states(model_engine),
         kda_verify_scheme=kda_verify_scheme,
+        kda_conv_dtype=kda_conv_dtype,
     )
     return create_manager(
         plan,

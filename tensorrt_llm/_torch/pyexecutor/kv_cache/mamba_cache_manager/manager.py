@@ -57,9 +57,11 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
     `mamba_*` describe the recurrent layers before the split over tensor ranks; masks are per global layer,
     `layer_mask` names the attention layers. With `kda_replay_num_spec` (M drafts a round) verify rounds run
     on the slots: `kda_token_states` keeps the drafts' records instead of the replay caches,
-    `kda_verify_scheme` names a scheme outright. The other keywords are `KVCacheManagerV2`'s. Raises TypeError
-    for an unknown keyword and ValueError, before anything is allocated, for, in this order: the layout, the
-    replay arguments, a pool rebalance, records off the live floor, a quota too small for live states.
+    `kda_verify_scheme` names a scheme outright. `kda_conv_dtype` torch.bfloat16 halves the extended windows
+    of a model whose projections are bfloat16, and loses nothing. The other keywords are
+    `KVCacheManagerV2`'s. Raises TypeError for an unknown keyword and ValueError, before anything is
+    allocated, for, in this order: the layout, the replay arguments, a pool rebalance, records off the live
+    floor, a quota too small for live states.
     """
 
     _supports_reuse_match_backoff = False
@@ -84,7 +86,8 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
         kv_connector_manager: object | None = None, execution_stream: torch.cuda.Stream | None = None,
         is_disagg: bool = False, enable_stats: bool = False, kv_events_config: object | None = None,
         cold_page_codec_provider: object | None = None, joint_kv_cache_reuse: bool = False,
-        kda_verify_scheme: str | None = None, device: str = "cuda",
+        kda_verify_scheme: str | None = None, kda_conv_dtype: torch.dtype = torch.float32,
+        device: str = "cuda",
     ) -> None:  # fmt: skip
         shape = RecurrentShape(mamba_d_state, mamba_d_conv, mamba_num_heads, mamba_n_groups, mamba_head_dim)
         dtypes = StateDtypes(conv=mamba_cache_dtype, ssm=mamba_ssm_cache_dtype)
@@ -92,7 +95,9 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
         check_replay_arguments(
             spec, kda_replay_num_spec, use_replay_state_update, spec_config, conv_state_layout
         )
-        verify = plan_verify(spec, kda_replay_num_spec, kda_token_states, kda_verify_scheme, is_draft)
+        verify = plan_verify(
+            spec, kda_replay_num_spec, kda_token_states, kda_verify_scheme, is_draft, kda_conv_dtype
+        )
         refuse_unsupported(
             {
                 "kv_connector_manager": kv_connector_manager,

@@ -24,6 +24,9 @@ S = TypeVar("S")
 COUNT_DTYPE = torch.int32
 """Of the drafts pending in a slot, one number for all layers."""
 
+CONV_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Element types of the extended windows by name."""
+
 
 def explain_keyword(
     name: str, hint: str
@@ -115,18 +118,39 @@ class VerifyPlan:
         return sum(buffer.bytes_per_slot_layer for buffer in self.scheme.slot_buffers(self.geometry))
 
 
+def conv_dtype_of(name: object) -> torch.dtype:
+    """The element type of the extended windows by its name. ValueError for another name."""
+    if not isinstance(name, str) or name not in CONV_DTYPES:
+        raise ValueError(f"kda_conv_dtype is {name!r}; it must be {' or '.join(map(repr, CONV_DTYPES))}")
+    return CONV_DTYPES[name]
+
+
+def check_conv_dtype(spec: MambaStateSpec, kda_conv_dtype: torch.dtype) -> None:
+    """Raise ValueError for an element type of the extended windows that is unknown or would round."""
+    if kda_conv_dtype not in CONV_DTYPES.values():
+        choices = " or ".join(map(str, CONV_DTYPES.values()))
+        raise ValueError(f"kda_conv_dtype is {kda_conv_dtype!r}; it must be {choices}")
+    if kda_conv_dtype is not torch.float32 and spec.conv_dtype is not kda_conv_dtype:
+        raise ValueError(
+            f"kda_conv_dtype is {kda_conv_dtype}, but the model's projections, and so mamba_cache_dtype, are "
+            f"{spec.conv_dtype}, which it would round: set kda_conv_dtype=torch.float32"
+        )
+
+
 def plan_verify(
     spec: MambaStateSpec,
     kda_replay_num_spec: int | None,
     kda_token_states: bool,
     kda_verify_scheme: str | None,
     is_draft: bool,
+    kda_conv_dtype: torch.dtype = torch.float32,
 ) -> VerifyPlan | None:
     """What undoes rejected drafts. None without verify rounds, where both options are inert.
 
-    A draft manager keeps no records. Raises ValueError for an unknown name, and for records asked for and
-    another scheme named.
+    A draft manager keeps no records. Raises ValueError for an unknown name, for records asked for and
+    another scheme named, and for extended windows that would not hold the projections exactly.
     """
+    check_conv_dtype(spec, kda_conv_dtype)
     named = None if kda_verify_scheme is None else get_scheme(kda_verify_scheme)
     if kda_token_states and named not in (None, RECORDS):
         raise ValueError(
@@ -140,5 +164,6 @@ def plan_verify(
         head_dim=spec.d_state,
         conv_width=spec.conv_columns + 1,
         num_spec=kda_replay_num_spec,
+        conv_dtype=kda_conv_dtype,
     )
     return VerifyPlan(scheme=REPLAY if is_draft and scheme is RECORDS else scheme, geometry=geometry)

@@ -57,6 +57,7 @@ def k3_plan(
     tokens_per_block: int = 64,
     max_seq_len: int = 4096,
     records: bool = True,
+    kda_conv_dtype: torch.dtype = torch.float32,
     **config: object,
 ) -> CachePlan:
     """Kimi K3 on one of 16 tensor ranks, without attention data parallelism."""
@@ -69,6 +70,7 @@ def k3_plan(
         max_batch_size=batch,
         spec_config=None if num_spec is None else SpecSettings(max_draft_len=num_spec),
         kda_token_states=records,
+        kda_conv_dtype=kda_conv_dtype,
     )
 
 
