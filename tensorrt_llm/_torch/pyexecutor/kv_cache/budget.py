@@ -134,7 +134,7 @@ class KvCacheCreator:
         self._device = device_or_default(device)
         self._memory = memory or (CudaMemory() if self._device == "cuda" else CpuMemory())
         self._budget_bytes: int | None = None
-        self._num_measured_slots = 0
+        self._num_measured_slots: tuple[int, ...] = ()
 
     @property
     def _config(self) -> KvCacheConfigLike:
@@ -173,7 +173,7 @@ class KvCacheCreator:
             built = [manager for manager in managers if manager is not None]
             in_quota = sum(manager.allocated_bytes + manager.side_bytes_in_quota for manager in built)
             beside = sum(manager.side_bytes - manager.side_bytes_in_quota for manager in built)
-            self._num_measured_slots = managers.target.num_state_slots
+            self._num_measured_slots = tuple(manager.num_state_slots for manager in built)
         finally:
             for manager in managers:
                 if manager is not None:
@@ -191,13 +191,22 @@ class KvCacheCreator:
         """Build the managers within the budget. Raises ValueError where it is too small."""
         self._check_budget()
         total = self._less_unmeasured_side_buffers(self.max_gpu_total_bytes)
-        if self._draft_plan is None or not total:
-            config = with_quota(self._config, total)
-            return self._build(config, config)
-        split = split_budget(total, self._plan.sizing().cost(), self._draft_plan.sizing().cost())
-        return self._build(
-            with_quota(self._config, split.target_bytes), with_quota(self._config, split.draft_bytes)
-        )
+        target, *draft = (with_quota(self._config, share) for share in self._shares(total))
+        return self._build(target, draft[0] if draft else target)
+
+    @property
+    def _plans(self) -> list[CachePlan]:
+        return [self._plan] if self._draft_plan is None else [self._plan, self._draft_plan]
+
+    def _shares(self, quota_bytes: int) -> list[int]:
+        """What the target's cache, and the drafter's where there is one, get of a quota; 0 is no bound.
+
+        Raises ValueError where it is too small for both.
+        """
+        if self._draft_plan is None or not quota_bytes:
+            return [quota_bytes] * len(self._plans)
+        split = split_budget(quota_bytes, self._plan.sizing().cost(), self._draft_plan.sizing().cost())
+        return [split.target_bytes, split.draft_bytes]
 
     def _check_budget(self) -> None:
         # 0 bytes of quota would read as "no bound" from here on.
@@ -215,7 +224,7 @@ class KvCacheCreator:
         """
         if self._budget_bytes is None or not quota_bytes:
             return quota_bytes
-        budget, minimum = self._budget_bytes, self._plan.sizing().minimum_quota()
+        budget, minimum = self._budget_bytes, sum(plan.sizing().minimum_quota() for plan in self._plans)
         excess = self._total_bytes(quota_bytes) - budget
         if excess <= 0:
             return quota_bytes
@@ -236,16 +245,23 @@ class KvCacheCreator:
         return low
 
     def _total_bytes(self, quota_bytes: int) -> int:
-        """A quota with the side buffers beside it that were not measured."""
-        config, sizing = with_quota(self._config, quota_bytes), self._plan.sizing()
-        base = sizing.base_config(config, (GpuCacheTierConfig(quota=quota_bytes),), enable_stats=False)
+        """A quota with the side buffers beside its caches that were not measured."""
         try:
-            slots = sizing.num_state_slots(sizing.plan_config(base, config))
+            slots = [
+                _num_slots(plan.with_config(with_quota(self._config, share)))
+                for plan, share in zip(self._plans, self._shares(quota_bytes), strict=True)
+            ]
         except (ValueError, OutOfMemoryError):
             # No cache, no slots: where it is too small, a larger one is looked for, else the build says why.
             return quota_bytes
-        unmeasured = max(0, slots - self._num_measured_slots)
-        return quota_bytes + unmeasured * sizing.free_side_bytes_per_slot
+        unmeasured = [
+            max(0, found - measured)
+            for found, measured in zip(slots, self._num_measured_slots or (0,) * len(slots), strict=True)
+        ]
+        return quota_bytes + sum(
+            count * plan.sizing().free_side_bytes_per_slot
+            for count, plan in zip(unmeasured, self._plans, strict=True)
+        )
 
     def _build(
         self, target: KvCacheConfigLike, draft: KvCacheConfigLike, is_estimating: bool = False
@@ -278,6 +294,15 @@ class KvCacheCreator:
         plan = self._plan
         tokens = plan.max_num_tokens + plan.max_batch_size * plan.tokens_per_block
         return with_quota(self._config, 0, max_tokens=tokens, keeps_ratio=False)
+
+
+def _num_slots(plan: CachePlan) -> int:
+    """State slots of the plan's cache within its max_gpu_total_bytes. Raises what building it would."""
+    config, sizing = plan.kv_cache_config, plan.sizing()
+    tiers = (GpuCacheTierConfig(quota=config.max_gpu_total_bytes),)
+    return sizing.num_state_slots(
+        sizing.plan_config(sizing.base_config(config, tiers, enable_stats=False), config)
+    )
 
 
 def with_quota(

@@ -302,6 +302,7 @@ class AttentionSizing:
                 and kv_cache_config.block_reuse_config.policy != "all_reusable"
             ),
             enable_stats=enable_stats,
+            text_only=True,
         )
 
     def plan_config(

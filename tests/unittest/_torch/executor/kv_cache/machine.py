@@ -314,7 +314,7 @@ class Machine:
         group = storage.layout.group_of[manager._ssm_group]
         needed[group] = 1
         self._fails_next = False
-        table = manager.kv_cache_map[live.req.py_request_id]._tables[manager._ssm_group]
+        table = manager.kv_cache_map[live.req.py_request_id]._holdings.tables[manager._ssm_group]
         slots = storage.reserve(0, needed, 0)[group]
         storage.migrate([table.pages[0]], 0, slots, 0)
         table.refresh()

@@ -220,7 +220,7 @@ def test_side_buffers_larger_than_the_quota_leave_it_what_fits() -> None:
     """The search for a quota starts at the smallest that works, never below."""
     for total in (48 * MIB, 56 * MIB, 64 * MIB, 96 * MIB, 256 * MIB, 1024 * MIB):
         creator, budget = by_ratio(total)
-        measured_slots = creator._num_measured_slots
+        (measured_slots,) = creator._num_measured_slots
         target, _ = creator.build_managers()
         free = target._sizing.free_side_bytes_per_slot
         used = target.impl.get_quota() + max(0, target.num_state_slots - measured_slots) * free
@@ -234,7 +234,7 @@ def test_side_buffers_larger_than_the_quota_leave_it_what_fits() -> None:
 def test_side_buffers_that_leave_less_than_the_live_states_need_are_refused() -> None:
     """A measured cache with no slots stands for one that was smaller than the smallest."""
     creator, _ = by_ratio(256 * MIB)
-    creator._num_measured_slots, creator._budget_bytes = 0, creator._plan.sizing().minimum_quota() + 1
+    creator._num_measured_slots, creator._budget_bytes = (), creator._plan.sizing().minimum_quota() + 1
     with pytest.raises(ValueError, match="budget is .* buffers beside its state slots.*max_batch_size"):
         creator.build_managers()
 
@@ -250,3 +250,48 @@ def test_a_budget_of_nothing_is_not_no_bound(max_tokens: int | None) -> None:
     assert creator.max_gpu_total_bytes == 0
     with pytest.raises(ValueError, match="free_gpu_memory_fraction is 0.5.*0 bytes.*lower max_num_tokens"):
         creator.build_managers()
+
+
+def drafter(**changes: object) -> CachePlan:
+    """A drafter of two attention layers, or with KDA layers of its own."""
+    traits = Traits(num_layers=2, attention_layers=(0, 1), kda_layers=(), kda=None)
+    return replace(plan(), **{"traits": traits, "is_draft": True, **changes})
+
+
+@pytest.mark.parametrize("total", [96 * MIB, 256 * MIB, 1024 * MIB])
+@pytest.mark.parametrize("draft", [drafter(), drafter(traits=Traits())], ids=["attention", "hybrid"])
+def test_side_buffers_come_off_the_budget_that_target_and_drafter_share(total: int, draft: CachePlan) -> None:
+    """The target's share decides how many slots it has, and each manager's slots their side buffers."""
+    memory = Memory(total=total)
+    base = replace(plan(free_gpu_memory_fraction=1.0), kda_token_states=False)
+    creator = KvCacheCreator(base, draft_plan=draft, device="cpu", memory=memory)
+    side = measured(creator, memory)
+    budget = total - memory.step - side
+    managers = creator.build_managers()
+    built = [manager for manager in managers if manager is not None]
+    assert len(built) == 2
+    quotas = sum(manager.impl.get_quota() for manager in built)
+    unmeasured = sum(manager.side_bytes for manager in built) - side
+    # Each pool is rounded to grains of 2 MiB and the search stops at one MiB.
+    assert budget - 8 * MIB < quotas + unmeasured <= budget + 2 * 2 * MIB
+    assert unmeasured > 0
+    for manager in built:
+        manager.shutdown()
+
+
+def test_a_drafter_takes_slots_from_the_target_and_with_them_side_buffers() -> None:
+    """With figures: of one budget, what the target alone and what it beside a drafter leaves unmeasured."""
+    found = []
+    for draft in (None, drafter()):
+        memory = Memory(total=256 * MIB)
+        base = replace(plan(free_gpu_memory_fraction=1.0), kda_token_states=False)
+        creator = KvCacheCreator(base, draft_plan=draft, device="cpu", memory=memory)
+        measured(creator, memory)
+        managers = creator.build_managers()
+        target = managers.target
+        found.append((target.kv_cache_config.max_gpu_total_bytes // MIB, target.num_state_slots))
+        print(f"target: {found[-1][0]} MiB of quota, {found[-1][1]} state slots")
+        for manager in managers:
+            if manager is not None:
+                manager.shutdown()
+    assert found == [(111, 23_210), (54, 12_136)]
