@@ -70,7 +70,7 @@ def _finish(instruction: Instruction, kind: str, compute: Callable[..., Array]) 
     """Flushing and saturation as the instruction asks."""
     parts = instruction.parts
     flushed = "ftz" in parts and kind in ("f32", "f32x2")
-    saturated = "sat" in parts
+    saturated, rectified = "sat" in parts, "relu" in parts
 
     def finished(*values: Array) -> Array:
         result = compute(*(alu.flush(v) for v in values)) if flushed else compute(*values)
@@ -78,9 +78,11 @@ def _finish(instruction: Instruction, kind: str, compute: Callable[..., Array]) 
             result = alu.flush(result)
         if saturated:
             result = np.where(np.isnan(result), F32(0), np.clip(result, 0, 1)).astype(result.dtype)
+        if rectified:
+            result = np.maximum(result, result.dtype.type(0))
         return result
 
-    return finished if flushed or saturated else compute
+    return finished if flushed or saturated or rectified else compute
 
 
 @compiles(

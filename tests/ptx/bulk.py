@@ -57,14 +57,10 @@ def compile_store_async(program: Program, instruction: Instruction) -> Step:
 def compile_bulk(program: Program, instruction: Instruction) -> Step:
     """cp.async.bulk between global and shared memory, and its groups."""
     parts = instruction.parts
-    if (
-        "tensor" in parts
-        or "reduce" in parts
-        or "prefetch" in parts
-        or parts[1] != "async"
-        or "bulk" not in parts
-    ):
+    if "tensor" in parts or "reduce" in parts or parts[1] != "async" or "bulk" not in parts:
         raise PtxError("the interpreter does not know this copy")
+    if parts[3] == "prefetch":
+        return _bulk_prefetch(program, instruction)
     if parts[3] == "commit_group":
         return _commit
     if parts[3] == "wait_group":
@@ -97,6 +93,19 @@ def compile_bulk(program: Program, instruction: Instruction) -> Step:
             _flight(b, mbarrier, int(lane), count, write)
 
     return load
+
+
+def _bulk_prefetch(program: Program, instruction: Instruction) -> Step:
+    """Moves nothing, but what it names has to be there."""
+    origin = address_reader(program, instruction.operands[0])
+    sizes = program.source(instruction.operands[1], "u32")
+
+    def step(b: Bundle, m: Mask) -> None:
+        for lane in np.arange(b.n) if m is None else np.flatnonzero(m):
+            one = np.array([lane])
+            _region(b, "global", int(origin(b, one)[0]), int(b.r[sizes][lane]), one)
+
+    return step
 
 
 def _region(b: Bundle, space: str, address: int, count: int, lane: Array) -> Array:

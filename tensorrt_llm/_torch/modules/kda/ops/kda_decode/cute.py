@@ -119,7 +119,7 @@ class DecodeKernel:
         ]
 
     def _gate_logits(self, weights, f_a, col):
-        """f_b's output of this lane's channel: of tile col / 2, row half col % 2."""
+        """f_b's output of this lane's channel: of tile col / 2 (there may be one alone), row half col % 2."""
         halves = []
         for tile in range(self.gate_tiles):
             acc = [ptx.zeros(), ptx.zeros()]
@@ -132,7 +132,7 @@ class DecodeKernel:
             halves.extend([acc[0][0] + acc[1][0], acc[0][2] + acc[1][2]])
         logits = halves[0]
         for i in range(1, len(halves)):
-            logits = ptx.select(col == i, halves[i], logits)
+            logits = ptx.select(col % len(halves) == i, halves[i], logits)
         return Float32(logits).to(BFloat16).to(Float32)
 
     def _taps(self, weight, channel):
