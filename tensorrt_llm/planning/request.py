@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tensorrt_llm._torch.pyexecutor.kv_cache.config import KvCacheSettings, SpecSettings
-from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.plan import CachePlan
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options import conv_dtype_of
 from tensorrt_llm.mapping import Mapping
 from tensorrt_llm.planning.models import PlannedModel

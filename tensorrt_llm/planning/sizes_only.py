@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import cast
 
 from tensorrt_llm._torch.pyexecutor.kv_cache.budget import KvCacheCreator, Managers, with_quota
-from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.hybrid_sizing import HybridSizing
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.plan import CachePlan
 from tensorrt_llm._torch.pyexecutor.kv_cache.select import get_kv_cache_manager_cls
 from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import gpu_quota_bytes
 from tensorrt_llm._torch.pyexecutor.kv_cache.storage_builder import cache_tiers

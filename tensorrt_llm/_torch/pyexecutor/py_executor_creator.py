@@ -22,9 +22,10 @@ from tensorrt_llm._torch.pyexecutor.config import (
 )
 from tensorrt_llm._torch.pyexecutor.description import ExecutorDescription
 from tensorrt_llm._torch.pyexecutor.kv_cache.budget import KvCacheCreator, Managers
-from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan, wants_token_states
+from tensorrt_llm._torch.pyexecutor.kv_cache.create import wants_token_states
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.plan import CachePlan
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options import conv_dtype_of
 from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import gpu_quota_bytes
 from tensorrt_llm._torch.pyexecutor.kv_cache.traits import EngineStandIn

@@ -13,8 +13,9 @@ import torch
 
 from tensorrt_llm._torch.modules.kda.verify_scheme import SCHEMES
 from tensorrt_llm._torch.pyexecutor.kv_cache.budget import KvCacheCreator, Managers
-from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan, create_manager
+from tensorrt_llm._torch.pyexecutor.kv_cache.create import create_manager
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.plan import CachePlan
 from tensorrt_llm._torch.pyexecutor.kv_cache.select import get_kv_cache_manager_cls
 from tensorrt_llm.planning.models import PlannedModel
 from tensorrt_llm.planning.plan import SCHEME_NAMES, SchemePlan, plan_scheme, plan_unfitted

@@ -10,8 +10,9 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tensorrt_llm._torch.pyexecutor.kv_cache.config import KvCacheConfigLike, KvCacheSettings
-from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan, create_manager, device_or_default
+from tensorrt_llm._torch.pyexecutor.kv_cache.create import create_manager, device_or_default
 from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.plan import CachePlan
 from tensorrt_llm._torch.pyexecutor.kv_cache.select import get_kv_cache_manager_cls
 from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import CacheCost
 from tensorrt_llm.logger import logger

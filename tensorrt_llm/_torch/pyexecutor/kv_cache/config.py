@@ -44,7 +44,10 @@ class MambaStateConfigLike(Protocol):
 
 
 class BlockReuseConfigLike(Protocol):
-    """Which snapshots of a finished request stay reusable."""
+    """Which snapshots of a finished request stay reusable.
+
+    Turns of a conversation are not tracked: `max_num_turns` is 1, and what is older goes by age.
+    """
 
     @property
     def policy(self) -> ReusePolicy: ...
@@ -185,6 +188,18 @@ def refuse_unsupported(arguments: Mapping[str, object]) -> None:
     for name, value in arguments.items():
         if value not in (None, False):
             raise ValueError(f"{name} is {value!r}; this package does not support it: leave it out")
+
+
+def refuse_conversation_turns(config: KvCacheConfigLike) -> None:
+    """ValueError where more than one turn of a conversation is to be kept: which request is a turn of which
+    conversation is not known here.
+    """
+    turns = config.block_reuse_config.max_num_turns
+    if turns != 1:
+        raise ValueError(
+            f"kv_cache_config.block_reuse_config.max_num_turns is {turns}, but turns of a conversation are "
+            "not tracked, and snapshots that nobody uses go by age: leave it at 1"
+        )
 
 
 def check_dtype(name: str, value: object) -> None:

@@ -10,10 +10,17 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.config import (
     CacheType,
     KvCacheConfigLike,
     SpecConfigLike,
+    refuse_conversation_turns,
     refuse_unsupported,
 )
 from tensorrt_llm._torch.pyexecutor.kv_cache.requests import CacheBatch, CacheRequest, DummyRequest
-from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import AttentionSizing, cache_limits, local_layers
+from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import (
+    AttentionSizing,
+    CacheCost,
+    cache_limits,
+    local_layers,
+)
+from tensorrt_llm._torch.pyexecutor.kv_cache.traits import ModelTraits, latent_layers
 from tensorrt_llm.mapping import Mapping
 from tensorrt_llm.runtime.kv_cache_manager_v2 import OutOfPagesError, _KVCache
 
@@ -52,6 +59,7 @@ class KVCacheManagerV2(CacheStorage):
                 "kv_events_config": kv_events_config,
             }
         )
+        refuse_conversation_turns(kv_cache_config)
         self._note_engine(mapping, spec_config, execution_stream, device)
         self._note_role(is_draft, is_disagg, is_estimating_kv_cache)
         limits = cache_limits(
@@ -84,6 +92,34 @@ class KVCacheManagerV2(CacheStorage):
     ) -> None:
         super()._open(kv_cache_config, sizing, num_reserved_index_slots, enable_stats)
         self._num_reused: dict[int, int] = {}
+
+    @staticmethod
+    def get_cache_size_per_token(
+        model_config: ModelTraits,
+        mapping: Mapping,
+        *,
+        kv_cache_config: KvCacheConfigLike,
+        tokens_per_block: int,
+        max_seq_len: int,
+        max_batch_size: int,
+        max_num_tokens: int = 8192,
+        spec_config: SpecConfigLike | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> CacheCost:
+        """Bytes of quota per cached token on this rank, and before the first one, of the attention layers.
+
+        `dtype` None is the model's. Raises ValueError as the constructor does.
+        """
+        window = kv_cache_config.max_attention_window
+        layers = latent_layers(model_config, mapping, dtype or model_config.dtype, window, max_seq_len)
+        return AttentionSizing(
+            layers=layers,
+            kv_type=CacheType.SELFKONLY,
+            limits=cache_limits(
+                max_seq_len, max_batch_size, max_num_tokens, tokens_per_block, 1, spec_config
+            ),
+            max_util_for_resume=kv_cache_config.max_util_for_resume,
+        ).cost()
 
     def get_max_resource_count(self) -> int:
         """1: whether a request fits is asked by allocating."""

@@ -10,6 +10,7 @@ states.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -182,8 +183,7 @@ def local_layers(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheCost:
+class CacheCost(NamedTuple):
     """Bytes of quota for t cached tokens: intercept_bytes + slope_bytes * t."""
 
     slope_bytes: float
@@ -239,12 +239,11 @@ class AttentionSizing:
         return largest_fitting(self.quota_from_max_tokens, quota_bytes)
 
     def cost(self) -> CacheCost:
-        """The line through `quota_from_max_tokens` from no token to a full batch of max_seq_len."""
+        """The line through the attention layers' quota from no token to a full batch of max_seq_len."""
         far = self.limits.max_batch_size * self.limits.max_seq_len
-        intercept = self.quota_from_max_tokens(0)
-        return CacheCost(
-            slope_bytes=(self.quota_from_max_tokens(far) - intercept) / far, intercept_bytes=intercept
-        )
+        intercept = AttentionSizing.quota_from_max_tokens(self, 0)
+        slope = (AttentionSizing.quota_from_max_tokens(self, far) - intercept) / far
+        return CacheCost(slope_bytes=slope, intercept_bytes=intercept)
 
     def minimum_quota(self) -> int:
         """The smallest quota with which a request can run at all: one page."""

@@ -7,6 +7,9 @@ from typing import Protocol
 
 import torch
 
+from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import LocalLayers, local_layers
+from tensorrt_llm.mapping import Mapping
+
 
 class KdaTraits(Protocol):
     """The KDA layers' sizes before any split over ranks; head_dim is K = V."""
@@ -68,3 +71,25 @@ def layer_mask(layers: Sequence[int], num_layers: int) -> list[bool]:
     """One flag per global layer: whether it is among `layers`."""
     named = set(layers)
     return [layer in named for layer in range(num_layers)]
+
+
+def latent_layers(
+    traits: ModelTraits,
+    mapping: Mapping,
+    dtype: torch.dtype,
+    max_attention_window: Sequence[int] | None,
+    max_seq_len: int,
+) -> LocalLayers:
+    """The rank's layers of a model whose attention caches one latent vector a token and layer."""
+    return local_layers(
+        num_layers=len(traits.attention_layers),
+        num_kv_heads=1,
+        head_dim=traits.latent_dim,
+        dtype=dtype,
+        mapping=mapping,
+        layer_mask=layer_mask(traits.attention_layers, traits.num_layers),
+        recurrent_mask=layer_mask(traits.kda_layers, traits.num_layers),
+        num_recurrent_layers=len(traits.kda_layers),
+        max_attention_window=max_attention_window,
+        max_seq_len=max_seq_len,
+    )

@@ -16,7 +16,12 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.live_floor impo
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.snapshots import SnapshotRules
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.state_spec import MambaRole, MambaStateSpec
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options import COUNT_DTYPE, VerifyPlan
-from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import AttentionSizing, CacheLimits, LocalLayers
+from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import (
+    AttentionSizing,
+    CacheCost,
+    CacheLimits,
+    LocalLayers,
+)
 from tensorrt_llm.logger import logger
 from tensorrt_llm.mapping import Mapping
 from tensorrt_llm.runtime.kv_cache_manager_v2 import (
@@ -136,6 +141,19 @@ class HybridSizing(AttentionSizing):
         if not self.is_at_live_floor:
             return base
         return base + self.states.reserved_beyond_kept_bytes(base, self.max_util_for_resume)
+
+    def cost(self) -> CacheCost:
+        """Attention's line, with the live states' quota and fixed snapshots before the first token, and each
+        token's share of the periodic ones.
+        """
+        attention = AttentionSizing.cost(self)
+        pages = self.num_resident * self.bytes_per_page if self.snapshots.exists else 0
+        interval = self.snapshots.interval_tokens
+        share = self.states.pool_bytes_per_slot / interval if interval else 0.0
+        return CacheCost(
+            slope_bytes=attention.slope_bytes + share,
+            intercept_bytes=attention.intercept_bytes + self.state_quota() + pages,
+        )
 
     def minimum_quota(self) -> int:
         """The smallest GPU quota that holds all live states and one attention page."""

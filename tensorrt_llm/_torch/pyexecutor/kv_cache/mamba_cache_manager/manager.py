@@ -12,6 +12,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.config import (
     CacheType,
     KvCacheConfigLike,
     SpecConfigLike,
+    refuse_conversation_turns,
     refuse_unsupported,
 )
 from tensorrt_llm._torch.pyexecutor.kv_cache.device_copy import to_device
@@ -23,6 +24,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.common import (
     AcceptanceMetadata,
 )
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.hybrid_sizing import HybridSizing
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.plan import CachePlan
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.recurrent_storage import RecurrentStorage
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.slot_map import SlotMap
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.snapshots import next_chunk_end
@@ -45,7 +47,8 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options 
     plan_verify,
 )
 from tensorrt_llm._torch.pyexecutor.kv_cache.requests import CacheBatch, CacheRequest, DummyRequest
-from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import cache_limits, local_layers
+from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import CacheCost, cache_limits, local_layers
+from tensorrt_llm._torch.pyexecutor.kv_cache.traits import ModelTraits
 from tensorrt_llm.mapping import Mapping
 from tensorrt_llm.runtime.kv_cache_manager_v2 import _KVCache
 
@@ -108,6 +111,7 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
                 "mamba_ssm_stochastic_rounding": mamba_ssm_stochastic_rounding,
             }
         )
+        refuse_conversation_turns(kv_cache_config)
         self._note_engine(mapping, spec_config, execution_stream, device)
         self._note_role(is_draft, is_disagg, is_estimating_kv_cache)
         limits = cache_limits(
@@ -129,6 +133,39 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
             kv_cache_config, kv_cache_type, limits, layers, spec, verify, mapping, spec_config
         )
         self._open_hybrid(kv_cache_config, sizing, enable_stats)
+
+    @staticmethod
+    def get_cache_size_per_token(
+        model_config: ModelTraits,
+        mapping: Mapping,
+        *,
+        kv_cache_config: KvCacheConfigLike,
+        tokens_per_block: int,
+        max_seq_len: int,
+        max_batch_size: int,
+        max_num_tokens: int = 8192,
+        spec_config: SpecConfigLike | None = None,
+        dtype: torch.dtype | None = None,
+        is_draft: bool = False,
+        kda_token_states: bool = False,
+    ) -> CacheCost:
+        """As for attention, with the states: those of all live sequences before the first token, and where
+        records are kept the records of every slot that is kept; snapshots as their rules have them.
+        """
+        plan = CachePlan(
+            traits=model_config,
+            mapping=mapping,
+            kv_cache_config=kv_cache_config,
+            tokens_per_block=tokens_per_block,
+            max_seq_len=max_seq_len,
+            max_batch_size=max_batch_size,
+            spec_config=spec_config,
+            max_num_tokens=max_num_tokens,
+            dtype=dtype,
+            is_draft=is_draft,
+            kda_token_states=kda_token_states,
+        )
+        return plan.sizing().cost()
 
     def prepare_resources(self, batch: CacheBatch) -> None:
         """Before a step: find its requests' slots, bring their drafts there, start prompts with nothing

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tensorrt_llm._torch.pyexecutor.kv_cache.config import CacheType, KvCacheSettings, SpecSettings
-from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.plan import CachePlan
 from tensorrt_llm.mapping import Mapping
 
 GIB = 1 << 30

@@ -12,7 +12,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.budget import (
     with_quota,
 )
 from tensorrt_llm._torch.pyexecutor.kv_cache.config import SpecSettings
-from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.plan import CachePlan
 from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import CacheCost
 from tensorrt_llm.mapping import Mapping
 from tests.unittest._torch.executor.kv_cache.helpers import MIB, Traits, settings

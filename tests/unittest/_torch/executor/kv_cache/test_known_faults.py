@@ -9,7 +9,7 @@ import torch
 
 from tensorrt_llm._torch.pyexecutor.kv_cache import storage_builder
 from tensorrt_llm._torch.pyexecutor.kv_cache.config import MambaStateSettings, SpecSettings
-from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan, create_manager
+from tensorrt_llm._torch.pyexecutor.kv_cache.create import create_manager
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import (
     MambaHybridCacheManagerV2,
     MixedMambaHybridCacheManager,
@@ -18,6 +18,7 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.common import (
     num_padding_dummies,
     num_reserved_dummy_slots,
 )
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.plan import CachePlan
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.state_spec import (
     RecurrentShape,
     StateDtypes,

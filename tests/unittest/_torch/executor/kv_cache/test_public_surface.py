@@ -38,10 +38,12 @@ NAMES = {
         "MambaStateSettings",
         "SpecSettings",
     ),
-    f"{PACKAGE}.create": ("CachePlan", "create_manager"),
+    f"{PACKAGE}.create": ("create_manager",),
+    f"{PACKAGE}.mamba_cache_manager.plan": ("CachePlan",),
     f"{PACKAGE}.budget": ("KvCacheCreator", "Managers", "split_budget"),
     f"{PACKAGE}.requests": ("CacheBatch", "CacheRequest", "DummyRequest"),
     f"{PACKAGE}.select": ("SelectionFacts", "get_kv_cache_manager_cls", "select_manager"),
+    f"{PACKAGE}.sizing": ("CacheCost",),
     f"{PACKAGE}.stats": ("KvCacheStats",),
     f"{PACKAGE}.traits": ("EngineStandIn", "ModelTraits"),
 }

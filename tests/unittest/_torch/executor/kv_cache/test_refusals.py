@@ -4,6 +4,9 @@
 import pytest
 import torch
 
+from tensorrt_llm._torch.pyexecutor.kv_cache.config import BlockReuseSettings, CacheType
+from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
 from tensorrt_llm.mapping import Mapping
 from tests.unittest._torch.executor.kv_cache.helpers import make_manager, settings
 
@@ -37,6 +40,21 @@ from tests.unittest._torch.executor.kv_cache.helpers import make_manager, settin
 def test_v2_kda_replay_validates_configuration(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_manager(**changes)
+
+
+@pytest.mark.parametrize("cls", [MambaHybridCacheManagerV2, KVCacheManagerV2])
+@pytest.mark.parametrize("turns", [0, 2, 7])
+def test_turns_of_a_conversation_are_refused_and_not_ignored(cls: type[KVCacheManagerV2], turns: int) -> None:
+    reuse = BlockReuseSettings(policy="per_conversation", max_num_turns=turns)
+    config = settings(enable_block_reuse=True, block_reuse_config=reuse)
+    with pytest.raises(ValueError, match=f"max_num_turns is {turns}, .*leave it at 1"):
+        if cls is MambaHybridCacheManagerV2:
+            make_manager(config=config)
+        else:
+            cls(config, CacheType.SELFKONLY, num_layers=1, num_kv_heads=1, head_dim=4, tokens_per_block=4,
+                max_seq_len=64, max_batch_size=2, mapping=Mapping(), device="cpu")  # fmt: skip
+    one_turn = settings(enable_block_reuse=True, block_reuse_config=BlockReuseSettings(max_num_turns=1))
+    make_manager(config=one_turn).shutdown()
 
 
 def test_refusals_come_in_the_order_of_the_contract() -> None:

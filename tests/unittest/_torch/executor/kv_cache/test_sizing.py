@@ -22,13 +22,16 @@ from tensorrt_llm._torch.pyexecutor.kv_cache.config import (
     MambaStateSettings,
     SpecSettings,
 )
-from tensorrt_llm._torch.pyexecutor.kv_cache.create import CachePlan, create_manager
+from tensorrt_llm._torch.pyexecutor.kv_cache.create import create_manager
+from tensorrt_llm._torch.pyexecutor.kv_cache.kv_cache_manager_v2 import KVCacheManagerV2
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager import MambaHybridCacheManagerV2
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.hybrid_sizing import HybridSizing
+from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.plan import CachePlan
 from tensorrt_llm._torch.pyexecutor.kv_cache.mamba_cache_manager.verify_options import VerifyPlan
 from tensorrt_llm._torch.pyexecutor.kv_cache.sizing import (
     UNLIMITED_TOKENS,
     AttentionSizing,
+    CacheCost,
     cache_limits,
     gpu_quota_bytes,
     largest_fitting,
@@ -149,13 +152,60 @@ def test_minimum_quota_differs_by_four_records_and_one_state() -> None:
         assert gap == 4 * R + B
 
 
+def cache_cost(cls: type[KVCacheManagerV2], plan: CachePlan, **keywords: object) -> CacheCost:
+    """What the class says of the plan's cache, by the name that TensorRT-LLM has for it."""
+    return cls.get_cache_size_per_token(
+        plan.traits,
+        plan.mapping,
+        kv_cache_config=plan.kv_cache_config,
+        tokens_per_block=plan.tokens_per_block,
+        max_seq_len=plan.max_seq_len,
+        max_batch_size=plan.max_batch_size,
+        spec_config=plan.spec_config,
+        **keywords,
+    )
+
+
 @pytest.mark.parametrize(("records", "fixed"), [(True, 10 * (B + R)), (False, 9 * B)])
 def test_the_fixed_part_of_the_cost_is_the_states_quota(records: bool, fixed: int) -> None:
-    sizing = k3_plan(records=records, max_util_for_resume=0.95).sizing()
+    plan = k3_plan(records=records, max_util_for_resume=0.95)
+    slope, intercept = cache_cost(MambaHybridCacheManagerV2, plan, kda_token_states=records)
+    assert (slope, intercept) == (27_648, fixed)
+    sizing = plan.sizing()
     assert isinstance(sizing, HybridSizing)
-    cost = sizing.cost()
-    assert cost.intercept_bytes == sizing.state_quota() == fixed
-    assert cost.slope_bytes == sizing.bytes_per_token == 27_648
+    assert intercept == sizing.state_quota()
+    assert cache_cost(KVCacheManagerV2, plan) == (27_648, 0)
+
+
+def test_the_fixed_part_leaves_out_what_grains_hold_beyond_the_kept_slots() -> None:
+    """The quota of max_tokens has it; a line through tokens cannot."""
+    plan = CachePlan(
+        traits=Traits(),
+        mapping=Mapping(),
+        kv_cache_config=settings(),
+        tokens_per_block=4,
+        max_seq_len=64,
+        max_batch_size=2,
+        spec_config=SpecSettings(max_draft_len=2),
+        kda_token_states=True,
+    )
+    sizing = plan.sizing()
+    assert isinstance(sizing, HybridSizing)
+    cost = cache_cost(MambaHybridCacheManagerV2, plan, kda_token_states=True)
+    assert cost.intercept_bytes == sizing.state_quota() < sizing.quota_from_max_tokens(0)
+    draft = cache_cost(MambaHybridCacheManagerV2, plan, kda_token_states=True, is_draft=True)
+    assert draft.intercept_bytes == 3 * sizing.states.pool_bytes_per_slot
+
+
+def test_snapshots_are_part_of_the_cost() -> None:
+    """Fixed ones of every resident request with a partial page each, periodic ones by the token."""
+    rules = MambaStateSettings(
+        periodic_snapshot_interval=1024, additional_snapshot_offsets_from_start=(512, 2048)
+    )
+    plan = k3_plan(records=False, enable_block_reuse=True, mamba_state_config=rules)
+    slope, intercept = cache_cost(MambaHybridCacheManagerV2, plan)
+    assert slope == 27_648 + B / 1024
+    assert intercept == 9 * B + 8 * 2 * B + 8 * 64 * 27_648
 
 
 @pytest.mark.parametrize("scheme", [RECORDS, REPLAY, INTERMEDIATE])
