@@ -4,7 +4,7 @@ decides.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from types import MappingProxyType
 from typing import Literal, Protocol
@@ -48,19 +48,33 @@ class SelectionFacts:
     is_kda: bool = True
     use_v2: bool = True
     is_disagg: bool = False
-    is_python_transceiver: bool = False
-    is_nixl: bool = False
+    transceiver_runtime: str | None = None
+    transceiver_backend: str | None = None
     block_reuse: bool = False
     pool_rebalance: bool = False
-    snapshot_offsets: bool = False
+    snapshot_offsets: tuple[int, ...] = ()
     sparse_attention: SparseAttention = "none"
     use_py_mamba: bool = False
     preference: Literal["MIXED", "CPP"] | None = None
 
+    @property
+    def is_python_transceiver(self) -> bool:
+        return self.transceiver_runtime == "PYTHON"
+
+    @property
+    def is_nixl(self) -> bool:
+        return self.transceiver_backend == "NIXL"
+
+    @property
+    def has_snapshot_offsets(self) -> bool:
+        return bool(self.snapshot_offsets)
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Where every named fact has its value, `outcome` is the manager, or the reason for a ValueError."""
+    """Where every named fact has its value, `outcome` is the manager, or the reason for a ValueError, in
+    which {names} stand for facts.
+    """
 
     when: Mapping[str, object]
     outcome: Manager | str
@@ -73,35 +87,48 @@ def _rule(outcome: Manager | str, **when: object) -> Rule:
     return Rule(MappingProxyType(when), outcome)
 
 
+_V2 = "kv_cache_config.use_kv_cache_manager_v2"
+
 RULES: tuple[Rule, ...] = (
     _rule(Manager.V2, is_hybrid=False, use_v2=True),
     _rule(Manager.CPP, is_hybrid=False),
     _rule(
-        "sparse attention 'qsa' needs kv_cache_config.use_kv_cache_manager_v2=True",
+        f"the model's sparse attention is 'qsa', which {_V2}=False does not serve: set {_V2}=True",
         sparse_attention="qsa",
         use_v2=False,
     ),
-    _rule("this sparse attention has no hybrid cache: switch it off", sparse_attention="other"),
     _rule(
-        "mamba_state_config's snapshot offsets need kv_cache_config.use_kv_cache_manager_v2=True",
-        snapshot_offsets=True,
+        "the model's sparse attention is {sparse_attention!r}, for which there is no hybrid cache: switch "
+        "sparse attention off",
+        sparse_attention="other",
+    ),
+    _rule(
+        f"kv_cache_config.mamba_state_config has snapshot offsets {{snapshot_offsets}}, which {_V2}=False "
+        f"cannot keep: set {_V2}=True, or leave the offsets out",
+        has_snapshot_offsets=True,
         use_v2=False,
     ),
     _rule(Manager.CPP_HYBRID, is_kda=True, use_v2=False, is_disagg=False, block_reuse=True),
     _rule(Manager.MIXED, is_kda=True, use_v2=False, is_disagg=False),
     *(
-        _rule(
-            "transfer between servers needs cache_transceiver_config with transceiver_runtime='PYTHON' "
-            "and backend='NIXL'",
-            is_disagg=True,
-            **{user: True, missing: False},
-        )
+        _rule(reason, is_disagg=True, **{user: True, missing: False})
         for user in ("is_kda", "use_v2")
-        for missing in ("is_python_transceiver", "is_nixl")
+        for missing, reason in (
+            (
+                "is_python_transceiver",
+                "cache_transceiver_config.transceiver_runtime is {transceiver_runtime!r}, which cannot carry "
+                "recurrent states between servers: set transceiver_runtime='PYTHON' with backend='NIXL'",
+            ),
+            (
+                "is_nixl",
+                "cache_transceiver_config.backend is {transceiver_backend!r}, which cannot carry recurrent "
+                "states between servers: set backend='NIXL' with transceiver_runtime='PYTHON'",
+            ),
+        )
     ),
     _rule(
-        "block reuse does not work with the PYTHON transceiver and the first manager: set "
-        "kv_cache_config.use_kv_cache_manager_v2=True or enable_block_reuse=False",
+        "kv_cache_config.enable_block_reuse=True does not work with transceiver_runtime='PYTHON' and "
+        f"{_V2}=False: set {_V2}=True or enable_block_reuse=False",
         is_disagg=True,
         use_v2=False,
         block_reuse=True,
@@ -111,13 +138,14 @@ RULES: tuple[Rule, ...] = (
     _rule(Manager.MIXED, is_disagg=True, use_v2=False, is_python_transceiver=True, is_nixl=True),
     _rule(Manager.CPP_HYBRID, is_disagg=True, use_v2=False),
     _rule(
-        "TRTLLM_USE_PY_MAMBA=1 contradicts kv_cache_config.use_kv_cache_manager_v2=True: unset one of them",
+        f"the environment's TRTLLM_USE_PY_MAMBA=1 contradicts {_V2}=True: unset it, or set {_V2}=False",
         is_disagg=False,
         use_py_mamba=True,
         use_v2=True,
     ),
     _rule(
-        "TRTLLM_USE_PY_MAMBA=1 does not work with block reuse: set kv_cache_config.enable_block_reuse=False",
+        "the environment's TRTLLM_USE_PY_MAMBA=1 does not work with kv_cache_config.enable_block_reuse=True: "
+        "unset it, or set enable_block_reuse=False",
         is_disagg=False,
         use_py_mamba=True,
         block_reuse=True,
@@ -125,28 +153,32 @@ RULES: tuple[Rule, ...] = (
     _rule(Manager.MIXED, is_disagg=False, use_py_mamba=True),
     *(
         _rule(
-            f"TLLM_MAMBA_MANAGER_PREFERENCE={preference} contradicts "
-            "kv_cache_config.use_kv_cache_manager_v2=True: unset one of them",
+            f"the environment's TLLM_MAMBA_MANAGER_PREFERENCE={preference} contradicts {_V2}=True: unset it, "
+            f"or set {_V2}=False",
             preference=preference,
             use_v2=True,
         )
         for preference in ("MIXED", "CPP")
     ),
     _rule(
-        "TLLM_MAMBA_MANAGER_PREFERENCE=MIXED does not work with block reuse: set "
-        "kv_cache_config.enable_block_reuse=False",
+        "the environment's TLLM_MAMBA_MANAGER_PREFERENCE=MIXED does not work with "
+        "kv_cache_config.enable_block_reuse=True: unset it, or set enable_block_reuse=False",
         preference="MIXED",
         block_reuse=True,
     ),
     _rule(Manager.MIXED, preference="MIXED"),
     _rule(Manager.CPP_HYBRID, use_v2=False),
     _rule(
-        "kv_cache_config.enable_kv_pool_rebalance does not work with block reuse of recurrent states: set "
-        "one of them to False",
+        "kv_cache_config.enable_kv_pool_rebalance=True does not work with enable_block_reuse=True, whose "
+        "snapshots it would move: set one of them to False",
         block_reuse=True,
         pool_rebalance=True,
     ),
-    _rule("sparse attention 'qsa' is not part of this package: switch it off", sparse_attention="qsa"),
+    _rule(
+        "the model's sparse attention is 'qsa', which is not part of this package: switch sparse attention "
+        "off",
+        sparse_attention="qsa",
+    ),
     _rule(Manager.HYBRID_V2),
 )
 
@@ -156,7 +188,7 @@ def select_manager(facts: SelectionFacts) -> Manager:
     outcome = next(rule.outcome for rule in RULES if rule.matches(facts))
     if isinstance(outcome, Manager):
         return outcome
-    raise ValueError(outcome)
+    raise ValueError(outcome.format(**{field.name: getattr(facts, field.name) for field in fields(facts)}))
 
 
 _CLASS_OF: dict[Manager, type[KVCacheManagerV2]] = {
@@ -189,12 +221,13 @@ def get_kv_cache_manager_cls(
             is_kda=model_config.kda is not None,
             use_v2=use_kv_cache_manager_v2(kv_cache_config),
             is_disagg=is_disagg,
-            is_python_transceiver=transceiver is not None and transceiver.transceiver_runtime == "PYTHON",
-            is_nixl=transceiver is not None and transceiver.backend == "NIXL",
+            transceiver_runtime=None if transceiver is None else transceiver.transceiver_runtime,
+            transceiver_backend=None if transceiver is None else transceiver.backend,
             block_reuse=kv_cache_config.enable_block_reuse,
             pool_rebalance=kv_cache_config.enable_kv_pool_rebalance,
-            snapshot_offsets=bool(
-                state.additional_snapshot_offsets_from_start or state.additional_snapshot_offsets_from_end
+            snapshot_offsets=(
+                *state.additional_snapshot_offsets_from_start,
+                *state.additional_snapshot_offsets_from_end,
             ),
             use_py_mamba=envs.use_py_mamba(),
             preference=envs.mamba_manager_preference(),
@@ -202,7 +235,7 @@ def get_kv_cache_manager_cls(
     )
     if manager not in _CLASS_OF:
         raise ValueError(
-            f"this configuration leads to {manager.value}, which needs TensorRT-LLM's C++ bindings: set "
-            "kv_cache_config.use_kv_cache_manager_v2=True"
+            f"{_V2}=False leads to {manager.value} here, which needs TensorRT-LLM's C++ bindings: set "
+            f"{_V2}=True"
         )
     return _CLASS_OF[manager]

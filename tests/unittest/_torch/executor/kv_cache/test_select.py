@@ -29,6 +29,9 @@ def all_facts() -> Iterator[SelectionFacts]:
     choices = {
         "sparse_attention": get_args(SparseAttention),
         "preference": (None, "MIXED", "CPP"),
+        "transceiver_runtime": (None, "PYTHON"),
+        "transceiver_backend": (None, "NIXL"),
+        "snapshot_offsets": ((), (64, 1)),
     }
     names = [field.name for field in fields(SelectionFacts)]
     for values in product(*(choices.get(name, (False, True)) for name in names)):
@@ -68,25 +71,61 @@ def ladder(f: SelectionFacts) -> Manager | None:
     return None if f.sparse_attention == "qsa" else Manager.HYBRID_V2
 
 
-def outcome(facts: SelectionFacts) -> Manager | None:
+def outcome(facts: SelectionFacts) -> Manager | str:
+    """The manager, or why there is none."""
     try:
         return select_manager(facts)
-    except ValueError:
-        return None
+    except ValueError as refusal:
+        return str(refusal)
+
+
+def changed(facts: SelectionFacts) -> dict[str, object]:
+    """The facts that differ from the defaults."""
+    defaults = SelectionFacts()
+    values = {field.name: getattr(facts, field.name) for field in fields(facts)}
+    return {name: value for name, value in values.items() if value != getattr(defaults, name)}
 
 
 def test_whole_truth_table() -> None:
-    """`pytest -s` prints it: one line per combination of facts that differ from the defaults."""
-    defaults = SelectionFacts()
+    """`pytest -s` prints it: one line per combination of facts, with the manager or the refusal."""
     for facts in all_facts():
-        chosen = outcome(facts)
-        changed = {
-            field.name: getattr(facts, field.name)
-            for field in fields(facts)
-            if getattr(facts, field.name) != getattr(defaults, field.name)
-        }
-        print(f"{'refused' if chosen is None else chosen.value:32} {changed}")
-        assert chosen is ladder(facts), facts
+        found = outcome(facts)
+        print(f"{found.value if isinstance(found, Manager) else 'refused: ' + found:30} <- {changed(facts)}")
+        assert (found if isinstance(found, Manager) else None) is ladder(facts), facts
+
+
+WHAT_A_REFUSAL_NAMES = {
+    "use_v2": "use_kv_cache_manager_v2={}",
+    "block_reuse": "enable_block_reuse={}",
+    "pool_rebalance": "enable_kv_pool_rebalance={}",
+    "sparse_attention": "sparse attention is {!r}",
+    "has_snapshot_offsets": "snapshot offsets (64, 1)",
+    "is_python_transceiver": "transceiver_runtime",
+    "is_nixl": "backend is None",
+    "use_py_mamba": "TRTLLM_USE_PY_MAMBA=1",
+    "preference": "TLLM_MAMBA_MANAGER_PREFERENCE={}",
+}
+
+
+def test_every_refusal_names_the_thing_its_value_and_the_remedy() -> None:
+    """What decided is in the message with its value, and behind the colon stands what to do."""
+    refusals = {}
+    for facts in all_facts():
+        rule = next(rule for rule in RULES if rule.matches(facts))
+        if isinstance(rule.outcome, str):
+            refusals[id(rule)] = (rule, outcome(facts))
+    assert len(refusals) == sum(isinstance(rule.outcome, str) for rule in RULES)
+    for rule, message in refusals.values():
+        print(message)
+        assert isinstance(message, str) and "{" not in message
+        what, _, remedy = message.rpartition(": ")
+        # Whoever has states to send is refused for the one thing that his transceiver lacks.
+        lacking = {name for name in ("is_python_transceiver", "is_nixl") if rule.when.get(name) is False}
+        decisive = lacking or rule.when.keys() & WHAT_A_REFUSAL_NAMES.keys()
+        assert decisive, message
+        for name in decisive:
+            assert WHAT_A_REFUSAL_NAMES[name].format(rule.when[name]) in what, (name, message)
+        assert remedy.startswith(("set ", "unset ", "switch ")), message
 
 
 def test_every_rule_decides_something() -> None:
@@ -119,7 +158,10 @@ def test_a_transfer_that_cannot_carry_states_is_refused(backend: str | None) -> 
 @pytest.mark.parametrize("traits", [Traits(), Traits(kda_layers=(), kda=None)])
 def test_a_route_to_the_bindings_names_the_v2_setting(traits: Traits) -> None:
     config = settings(use_kv_cache_manager_v2=False, enable_block_reuse=True)
-    with pytest.raises(ValueError, match=r"C\+\+ bindings.*use_kv_cache_manager_v2=True"):
+    with pytest.raises(
+        ValueError,
+        match=r"use_kv_cache_manager_v2=False leads.*C\+\+ bindings: set .*use_kv_cache_manager_v2=True",
+    ):
         get_kv_cache_manager_cls(traits, config)
 
 
