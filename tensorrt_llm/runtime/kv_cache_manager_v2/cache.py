@@ -7,6 +7,7 @@ A call that lacks capacity returns False and changes nothing.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ._math import cdiv
@@ -18,21 +19,32 @@ from ._types import (
     CacheLevel,
     CacheStatus,
     LayerGroupId,
-    LifeCycleId,
 )
 from .block_tables import BlockTables
 from .committer import Committer, PriorityCallback
 from .drop_plan import CommittedBlockDropPlan
 from .errors import MisuseError, OutOfMemoryError
-from .life_cycle import SsmLifeCycle
+from .holdings import Holdings
 from .matching import PrefixMatch
-from .page import Page, PageTable, SnapshotPage
-from .reuse_tree import pack_tokens
+from .page import Page, PageTable
+from .scratch import ScratchDesc
 from .stats import LookupStats, RequestStats
 from .streams import StreamHandle
+from .tokens import TokenIds
 
 if TYPE_CHECKING:
     from .manager import KVCacheManager
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheOptions:
+    """What `create_kv_cache` was asked for; the meaning of each field stands there."""
+
+    id: Hashable
+    reuse_scope: Hashable
+    priority_callback: PriorityCallback | None
+    text_only: bool
+    keeps_stats: bool
 
 
 class _KVCache:
@@ -43,41 +55,35 @@ class _KVCache:
 
     Status = CacheStatus
 
-    def __init__(
-        self,
-        manager: "KVCacheManager",
-        cache_id: Hashable,
-        reuse_scope: Hashable,
-        priority_callback: PriorityCallback | None,
-    ) -> None:
+    def __init__(self, manager: "KVCacheManager", options: CacheOptions) -> None:
         config = manager.init_config
         self._manager = manager
         self._storage = manager.storage
-        self._id = cache_id
+        self._id = options.id
+        self._text_only = options.text_only
         self._status = CacheStatus.SUSPENDED
-        self._tables = [PageTable() for _ in manager.life_cycles]
+        self._holdings = Holdings(manager.storage, manager.life_cycles)
+        tables = self._holdings.tables
         self._committer = Committer(
             manager.tree,
             manager.storage,
             manager.life_cycles,
-            reuse_scope,
-            self._tables,
+            options.reuse_scope,
+            tables,
             allows_partial=config.enable_partial_reuse,
             keeps_minimum=config.commit_min_snapshot,
-            priority_callback=priority_callback,
+            priority_callback=options.priority_callback,
         )
         self._blocks = BlockTables(
-            manager.storage, manager.life_cycles, self._tables, manager.tokens_per_block
+            manager.storage, manager.life_cycles, tables, manager.tokens_per_block, manager.scratch_plan
         )
-        self._partial_sources: dict[LifeCycleId, Page] = {}
-        self._snapshot: SnapshotPage | None = None
         self._stream: StreamHandle | None = None
         self._capacity = 0
         self._history_length = 0
         self._may_commit = True
         self._match = PrefixMatch()
         self._pending_lookup: LookupStats | None = None
-        self.request_stats = RequestStats()
+        self._request_stats = RequestStats() if options.keeps_stats else None
 
     @property
     def id(self) -> Hashable:
@@ -136,33 +142,16 @@ class _KVCache:
 
     # Creation
 
-    def adopt_match(self, match: PrefixMatch, packed: bytes, lookup: LookupStats) -> None:
-        """Start from a reused prefix of the packed prompt: hold its pages. Called once, by the manager."""
+    def adopt_match(self, match: PrefixMatch, ids: TokenIds, lookup: LookupStats) -> None:
+        """Start from a reused prefix of the prompt: hold its pages. Called once, by the manager."""
         self._match = match
         self._pending_lookup = lookup
-        self._committer.start_from(match, packed)
+        if self._request_stats is not None:
+            self._request_stats.add_lookup(lookup)
+        self._committer.start_from(match, ids)
         self._capacity = self._history_length = match.num_tokens
-        for life_cycle, value in self._manager.life_cycles.attention:
-            stale = value.stale_range(match.num_tokens, self._manager.tokens_per_block)
-            pages: list[Page | None] = [
-                None if stale.start <= ordinal < stale.stop else block.page_of(life_cycle)
-                for ordinal, block in enumerate(match.blocks)
-            ]
-            for page in pages:
-                if page is not None:
-                    self._storage.hold(page)
-            if match.partial is not None:
-                pages.append(None)
-                self._hold_partial_source(life_cycle, match.partial.page_of(life_cycle))
-            self._blocks.load(life_cycle, pages, match.num_tokens)
-        if match.snapshot is not None:
-            self._storage.hold(match.snapshot)
-            self._snapshot = match.snapshot
-
-    def _hold_partial_source(self, life_cycle: LifeCycleId, page: Page | None) -> None:
-        if page is not None:
-            self._storage.hold(page)
-            self._partial_sources[life_cycle] = page
+        self._blocks.load(match)
+        self._holdings.hold_match(match)
 
     # Suspend and resume
 
@@ -175,102 +164,22 @@ class _KVCache:
         lacking.
         """
         self._require(CacheStatus.SUSPENDED, "resume")
-        if self._manager.is_too_full_to_resume(self._num_unavailable_slots()):
+        if self._manager.is_too_full_to_resume(self._holdings.num_unavailable_slots()):
             return False
-        handle = stream or 0
-        resident = [page for page in self._pages() if page.level == GPU_LEVEL]
-        for page in resident:
-            self._storage.lock(page)
-        fresh: list[Page] = []
-        is_done = False
         try:
-            fresh = self._bring_to(GPU_LEVEL, self._missing_life_cycles(), handle)
-            self._fill(fresh, handle)
-            is_done = True
+            self._holdings.lock_all_on_gpu(stream or 0)
         except OutOfMemoryError:
             return False
-        finally:
-            if not is_done:
-                for page in fresh:
-                    self._storage.free(page)
-                for page in resident:
-                    self._storage.unlock(page)
-        self._activate(resident, fresh, handle)
-        return True
-
-    def _missing_life_cycles(self) -> list[LifeCycleId]:
-        """Return the life cycles that need a private page at the first resume."""
-        ssm_id = self._manager.life_cycles.ssm_id
-        needs_state = ssm_id is not None and not self._tables[ssm_id].pages
-        return [*([ssm_id] if ssm_id is not None and needs_state else []), *self._partial_sources]
-
-    def _bring_to(
-        self, level: CacheLevel, fresh_life_cycles: Sequence[LifeCycleId], stream: StreamHandle
-    ) -> list[Page]:
-        """Move held pages that lie below `level` up to it and return one fresh page per given life cycle."""
-        group_of = self._storage.layout.group_of
-        moving = [page for page in self._pages() if page.level > level]
-        needed = [0] * len(self._storage.layout.pool_groups)
-        for life_cycle in [*fresh_life_cycles, *(page.life_cycle for page in moving)]:
-            needed[group_of[life_cycle]] += 1
-        slots = [iter(group_slots) for group_slots in self._storage.reserve(level, needed, stream)]
-        fresh = [
-            self._storage.adopt(Page(life_cycle, level, next(slots[group_of[life_cycle]])))
-            for life_cycle in fresh_life_cycles
-        ]
-        targets = [next(slots[group_of[page.life_cycle]]) for page in moving]
-        is_done = False
-        try:
-            self._storage.migrate(moving, level, targets, stream)
-            is_done = True
-        finally:
-            if not is_done:
-                for page in fresh:
-                    self._storage.free(page)
-        return fresh
-
-    def _fill(self, fresh: Sequence[Page], stream: StreamHandle) -> None:
-        """Copy the reused snapshot and partial blocks into the fresh private pages."""
-        for page in fresh:
-            is_state = isinstance(self._manager.life_cycles[page.life_cycle], SsmLifeCycle)
-            source = self._snapshot if is_state else self._partial_sources[page.life_cycle]
-            if source is not None:
-                self._storage.copy(page, source, stream)
-
-    def _activate(self, resident: Sequence[Page], fresh: Sequence[Page], stream: StreamHandle) -> None:
-        """Lock what `resident` does not name, take the fresh pages in, let go of their sources."""
-        locked = set(map(id, resident))
-        for page in self._pages():
-            if id(page) not in locked:
-                self._storage.lock(page)
-        for page in fresh:
-            self._storage.hold(page)
-            self._storage.lock(page)
-            table = self._tables[page.life_cycle]
-            if page.life_cycle in self._partial_sources:
-                table.put(len(table) - 1, page)
-            else:
-                table.append(page)
-        for source in self._sources():
-            self._storage.release(source)
-        self._snapshot = None
-        self._partial_sources.clear()
-        for table in self._tables:
-            table.refresh()
-        if self._storage.streams.is_async:
-            self._storage.wait_for_pages(self._pages(), stream)
-        self._stream = stream
+        self._stream = stream or 0
         self._status = CacheStatus.ACTIVE
         self._manager.on_resumed()
+        return True
 
     def suspend(self) -> None:
         """Let the pages move: page index buffers are detached, contents stay valid, slot ids may change."""
         self._require(CacheStatus.ACTIVE, "suspend")
-        self._mark_used()
-        for table in self._tables:
-            table.invalidate()
-        for page in self._pages_tail_first():
-            self._storage.unlock(page)
+        self._holdings.mark_used(self.cuda_stream)
+        self._holdings.unlock_all()
         self._status = CacheStatus.SUSPENDED
         self._stream = None
         self._manager.on_suspended()
@@ -280,16 +189,10 @@ class _KVCache:
         self._require(CacheStatus.SUSPENDED, "prefetch")
         if not GPU_LEVEL <= level <= self._storage.last_level:
             raise MisuseError(f"level is {level}; this manager has levels 0 to {self._storage.last_level}")
-        staying = [page for page in self._pages() if page.level <= level]
-        for page in staying:
-            self._storage.lock(page)
         try:
-            self._bring_to(level, [], stream or 0)
+            self._holdings.bring_up(level, stream or 0)
         except OutOfMemoryError:
             return False
-        finally:
-            for page in staying:
-                self._storage.unlock(page)
         return True
 
     def close(self) -> None:
@@ -298,28 +201,13 @@ class _KVCache:
             raise MisuseError(f"cache {self._id!r} is closed already; close it once")
         self.commit_pending_stats()
         self._manager.forget(self)
-        is_active = self.is_active
-        self._mark_used()
-        for page in self._pages_tail_first():
-            if is_active:
-                self._storage.unlock(page)
-            self._storage.release(page)
-        for source in self._sources():
-            self._storage.release(source)
+        if self._stream is not None:
+            self._holdings.mark_used(self._stream)
+        self._holdings.release_all(is_locked=self.is_active)
         self._committer.close()
-        self._tables = [PageTable() for _ in self._tables]
-        self._snapshot = None
-        self._partial_sources = {}
         self._capacity = 0
         self._status = CacheStatus.CLOSED
         self._stream = None
-
-    def _mark_used(self) -> None:
-        """Note the end of this cache's use of its slots, for whoever touches them next."""
-        if self._stream is not None and self._storage.streams.is_async:
-            event = self._storage.streams.record(self._stream)
-            for page in self._pages():
-                self._storage.mark_used(page, event)
 
     # Growth
 
@@ -327,8 +215,10 @@ class _KVCache:
         """Set capacity and history together. None keeps a value.
 
         History never decreases; a lower capacity frees tail blocks; blocks that a window has left behind
-        are let go. Recurrent states are not touched. Returns False, with nothing changed, when pages are
-        lacking. MisuseError for lengths that contradict each other.
+        are let go. Recurrent states are not touched. With `swa_scratch_reuse` the tokens from history to
+        capacity are one step, to be computed and then all, but the last max_rewind_len, kept. Returns
+        False, with nothing changed, when pages are lacking. MisuseError for lengths that contradict each
+        other.
         """
         self._require(CacheStatus.ACTIVE, "resize")
         new_capacity = self._capacity if capacity is None else capacity
@@ -340,12 +230,14 @@ class _KVCache:
                 f"capacity {self._capacity} and history {self._history_length}: lengths are whole tokens, "
                 "and history must neither decrease nor exceed the capacity"
             )
+        self._blocks.check_step(self._capacity, self._history_length, new_capacity, new_history)
         num_blocks, old_num_blocks = cdiv(new_capacity, self._manager.tokens_per_block), self.num_blocks
         if num_blocks > old_num_blocks:
-            num_added = self._blocks.grow(old_num_blocks, num_blocks, new_history, self.cuda_stream)
+            num_added = self._blocks.grow(old_num_blocks, new_capacity, new_history, self.cuda_stream)
             if num_added is None:
                 return False
-            self.request_stats.alloc_blocks += num_added
+            if self._request_stats is not None:
+                self._request_stats.alloc_blocks += num_added
         elif num_blocks < old_num_blocks:
             self._blocks.drop_tail(num_blocks, self.cuda_stream)
         self._capacity = new_capacity
@@ -371,15 +263,17 @@ class _KVCache:
             raise MisuseError(
                 f"cache {self._id!r} promised to commit no more; do not commit after stop_committing"
             )
-        packed = pack_tokens(tokens)
-        num_tokens = self._committer.num_tokens + len(tokens)
+        ids = self._manager.tree.packer.parse(tokens, text_only=self._text_only)
+        num_tokens = self._committer.num_tokens + len(ids)
         if num_tokens > self._capacity:
             raise MisuseError(
                 f"commit of {len(tokens)} tokens makes {num_tokens}, beyond the capacity {self._capacity} of "
                 f"{self._id!r}; resize first"
             )
-        self._committer.commit(packed, self.cuda_stream)
-        self._advance(max(self._history_length, num_tokens))
+        history_length = max(self._history_length, num_tokens)
+        self._blocks.check_step(self._capacity, self._history_length, self._capacity, history_length)
+        self._committer.commit(ids, self.cuda_stream)
+        self._advance(history_length)
         if is_end:
             self.stop_committing()
 
@@ -416,6 +310,14 @@ class _KVCache:
         self._require(CacheStatus.ACTIVE, "get_base_page_indices")
         return self._table(group).indices
 
+    def get_scratch_desc(self, group: LayerGroupId) -> ScratchDesc | None:
+        """Return the blocks that share slots in this step, None where there are none.
+
+        Their base page index is BAD_PAGE_INDEX; the page index converter of each layer places them.
+        """
+        self._require(CacheStatus.ACTIVE, "get_scratch_desc")
+        return self._table(group).scratch_desc()
+
     def get_aggregated_page_indices(self, group: LayerGroupId, valid_only: bool = False) -> Iterator[int]:
         """Yield the slot ids of the group's pages in block order; `valid_only` skips missing ones."""
         self._require(CacheStatus.ACTIVE, "get_aggregated_page_indices")
@@ -425,10 +327,19 @@ class _KVCache:
         """Return the slot id of the recurrent state, BAD_PAGE_INDEX while the cache is not active."""
         if group != self._manager.life_cycles.ssm_id:
             raise MisuseError(f"layer group {group} holds no recurrent states; ask for the SSM group")
-        table = self._tables[group]
+        table = self._table(group)
         return table.indices[0] if self.is_active and table.pages else BAD_PAGE_INDEX
 
     # Statistics
+
+    @property
+    def request_stats(self) -> RequestStats:
+        """This request's counts, live. MisuseError unless created with `enable_request_stats`."""
+        if self._request_stats is None:
+            raise MisuseError(
+                f"cache {self._id!r} keeps no statistics; create it with enable_request_stats=True"
+            )
+        return self._request_stats
 
     def commit_pending_stats(self) -> None:
         """Count the reuse look-up of this cache's creation; done at close if not before."""
@@ -444,41 +355,19 @@ class _KVCache:
 
     def iter_holds(self) -> Iterator[Page]:
         """Yield every page once per holder count this cache has on it. For integrity checks."""
-        yield from self._pages()
-        yield from self._sources()
+        yield from self._holdings.pages()
+        yield from self._holdings.sources()
         yield from self._committer.anchors
 
     def iter_locks(self) -> Iterator[Page]:
         """Yield every page this cache locks. For integrity checks."""
-        return self._pages() if self.is_active else iter(())
-
-    def _sources(self) -> list[Page]:
-        snapshot = [] if self._snapshot is None else [self._snapshot]
-        return [*snapshot, *self._partial_sources.values()]
-
-    def _pages(self) -> Iterator[Page]:
-        return (page for table in self._tables for page in table.pages if page is not None)
-
-    def _pages_tail_first(self) -> Iterator[Page]:
-        """Yield deep blocks first, so that they are the first to be evicted."""
-        for ordinal in reversed(range(max(map(len, self._tables)))):
-            for table in self._tables:
-                page = table.pages[ordinal] if ordinal < len(table) else None
-                if page is not None:
-                    yield page
-
-    def _num_unavailable_slots(self) -> list[int]:
-        """Return the GPU slots per pool group that only this cache's holds keep from eviction."""
-        counts = [0] * len(self._storage.layout.pool_groups)
-        for page in self._pages():
-            if page.level == GPU_LEVEL and not page.is_queued:
-                counts[self._storage.layout.group_of[page.life_cycle]] += 1
-        return counts
+        return self._holdings.pages() if self.is_active else iter(())
 
     def _table(self, group: LayerGroupId) -> PageTable:
-        if not 0 <= group < len(self._tables):
-            raise MisuseError(f"layer group is {group}; this manager has {len(self._tables)} groups")
-        return self._tables[group]
+        tables = self._holdings.tables
+        if not 0 <= group < len(tables):
+            raise MisuseError(f"layer group is {group}; this manager has {len(tables)} groups")
+        return tables[group]
 
     def _require(self, status: CacheStatus, call: str) -> None:
         if self._status is not status:

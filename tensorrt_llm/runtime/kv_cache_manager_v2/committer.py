@@ -9,6 +9,8 @@ partial block's tokens into the same page, and extends the block when it commits
 
 from collections.abc import Callable, Hashable, Sequence
 
+import numpy as np
+
 from ._math import cdiv
 from ._types import (
     GPU_LEVEL,
@@ -23,9 +25,10 @@ from .errors import MisuseError, OutOfMemoryError
 from .life_cycle import AttnLifeCycle, LifeCycle, LifeCycleRegistry
 from .matching import PrefixMatch
 from .page import Page, PageTable, SnapshotPage
-from .reuse_tree import TOKEN_BYTES, Block, ReuseTree, num_common_tokens
+from .reuse_tree import Block, ReuseTree
 from .storage import Storage
 from .streams import StreamHandle
+from .tokens import TokenIds
 
 PriorityCallback = Callable[[BlockOrdinal, LifeCycle], Priority]
 
@@ -44,7 +47,7 @@ class Committer:
         "_storage",
         "_tables",
         "_tail",
-        "_tail_tokens",
+        "_tail_ids",
         "_tree",
         "anchors",
         "num_skipped_snapshots",
@@ -74,7 +77,7 @@ class Committer:
         self._priority_callback = priority_callback
         self._priorities: dict[tuple[LifeCycleId, int], Priority] = {}
         self._tail: Block | None = None
-        self._tail_tokens = b""
+        self._tail_ids: TokenIds = tree.packer.parse(())
         self._own_partial: Block | None = None
         self.num_tokens = 0
         self.num_skipped_snapshots = 0
@@ -83,34 +86,33 @@ class Committer:
         self.anchors: list[Page] = []
         """Held pages of the path, at lower levels, of which the request has private copies."""
 
-    def start_from(self, match: PrefixMatch, packed: bytes) -> None:
-        """Take the matched prefix of the packed prompt as committed."""
+    def start_from(self, match: PrefixMatch, ids: TokenIds) -> None:
+        """Take the matched prefix of a prompt as committed."""
         if match.blocks:
             self._tail = match.blocks[-1]
             self._tree.pin(self._tail)
         self.num_tokens = match.num_tokens
-        begin = len(match.blocks) * self._tree.block_bytes
-        self._tail_tokens = packed[begin : match.num_tokens * TOKEN_BYTES]
+        self._tail_ids = ids[len(match.blocks) * self._tree.tokens_per_block : match.num_tokens].copy()
 
-    def commit(self, packed: bytes, stream: StreamHandle) -> None:
-        """Append packed tokens. Without room for a snapshot none is offered there; that is no failure.
+    def commit(self, ids: TokenIds, stream: StreamHandle) -> None:
+        """Append tokens. Without room for a snapshot none is offered there; that is no failure.
 
         If a copy fails the error passes through with nothing changed.
         """
-        self._rank(packed)
+        self._rank(len(ids))
         num_pages = len(self.pages)
         if self._tail is None:
             self._tail = self._tree.pin_root(self._scope)
-        num_tokens = self.num_tokens + len(packed) // TOKEN_BYTES
-        pending = self._tail_tokens + packed
-        snapshot = self._take_snapshot(self._tail, pending, num_tokens, stream)
-        step = self._tree.block_bytes
-        ordinal = BlockOrdinal(self.num_tokens // self._tree.tokens_per_block)
-        num_full = len(pending) // step
-        for index in range(num_full):
-            key = pending[index * step : (index + 1) * step]
+        num_tokens = self.num_tokens + len(ids)
+        size = self._tree.tokens_per_block
+        pending = np.concatenate([self._tail_ids, ids])
+        keys, rest = self._tree.packer.block_keys(pending, size), pending[len(pending) // size * size :]
+        snapshot = self._take_snapshot(self._tail, keys, rest, num_tokens, stream)
+        ordinal = self.num_tokens // size
+        for index, key in enumerate(keys):
             self._commit_full(key, BlockOrdinal(ordinal + index), num_tokens, stream)
-        self._tail_tokens = pending[num_full * step :]
+        # A copy, so that a long prompt's memory can go.
+        self._tail_ids = rest.copy()
         self.num_tokens = num_tokens
         if snapshot is not None:
             self._offer_snapshot(snapshot)
@@ -120,16 +122,18 @@ class Committer:
 
     def finish(self) -> None:
         """Offer the tokens behind the last full block, where attention alone can serve them."""
-        if not self._allows_partial or not self._tail_tokens or self._life_cycles.ssm_id is not None:
+        has_rest = self._allows_partial and len(self._tail_ids) > 0
+        if not has_rest or self._tail is None or self._life_cycles.ssm_id is not None:
             return
-        if self._tail is None:
-            return
-        nearest = self._tail.nearest_child(self._tail_tokens)
-        covered = 0 if nearest is None else num_common_tokens(nearest.tokens, self._tail_tokens)
+        key, packer = self._tail_key(), self._tree.packer
+        num_covered = self._tree.num_common(self._tail.nearest_child(key, packer), key)
         ordinal = self.num_tokens // self._tree.tokens_per_block
         has_pages = all(self._page_at(index, ordinal) for index, _ in self._life_cycles.attention)
-        if has_pages and covered * TOKEN_BYTES < len(self._tail_tokens):
+        if has_pages and num_covered < len(self._tail_ids):
             self._partial_block()
+
+    def _tail_key(self) -> bytes:
+        return self._tree.packer.key(self._tail_ids)
 
     def close(self) -> None:
         """Let go of the path. The cache releases its own pages."""
@@ -201,12 +205,12 @@ class Committer:
         self._storage.unlock(mine)
         self._storage.release(mine)
 
-    def _rank(self, packed: bytes) -> None:
+    def _rank(self, num_new_tokens: int) -> None:
         """Ask the priority callback about every block that gets pages, before anything is changed."""
         if self._priority_callback is None:
             return
         size = self._tree.tokens_per_block
-        stop = cdiv(self.num_tokens + len(packed) // TOKEN_BYTES, size)
+        stop = cdiv(self.num_tokens + num_new_tokens, size)
         for life_cycle, value in self._life_cycles.items():
             for ordinal in range(self.num_tokens // size, stop):
                 priority = self._priority_callback(BlockOrdinal(ordinal), value)
@@ -230,7 +234,7 @@ class Committer:
 
     def _partial_block(self) -> Block:
         """Return the block of the tokens behind the tail, created or extended if need be."""
-        tail, key = self._tail, self._tail_tokens
+        tail, key = self._tail, self._tail_key()
         assert tail is not None
         block = tail.child(key)
         if block is not None:
@@ -251,16 +255,15 @@ class Committer:
     # Snapshots
 
     def _take_snapshot(
-        self, tail: Block, pending: bytes, num_tokens: int, stream: StreamHandle
+        self, tail: Block, keys: Sequence[bytes], rest: TokenIds, num_tokens: int, stream: StreamHandle
     ) -> SnapshotPage | None:
         """Copy the live state, which stands at `num_tokens`, unless such a snapshot is offered already."""
         ssm_id = self._life_cycles.ssm_id
         if ssm_id is None or not num_tokens:
             return None
-        has_rest = num_tokens % self._tree.tokens_per_block != 0
-        if has_rest and not self._allows_partial:
+        if len(rest) and not self._allows_partial:
             return None
-        known = self._find_snapshot(tail, pending, num_tokens, ssm_id)
+        known = self._find_snapshot(tail, keys, rest, num_tokens, ssm_id)
         if known is not None:
             self._storage.touch(known)
             return None
@@ -285,21 +288,20 @@ class Committer:
         return snapshot
 
     def _find_snapshot(
-        self, tail: Block, pending: bytes, num_tokens: int, ssm_id: LifeCycleId
+        self, tail: Block, keys: Sequence[bytes], rest: TokenIds, num_tokens: int, ssm_id: LifeCycleId
     ) -> Page | None:
-        path = self._tree.walk(tail, pending)
-        if len(path) < len(pending) // self._tree.block_bytes:
+        path = self._tree.walk(tail, keys)
+        if len(path) < len(keys):
             return None
         block: Block | None = path[-1] if path else tail
-        rest = pending[len(path) * self._tree.block_bytes :]
-        if rest and block is not None:
-            block = block.snapshot_child(rest)
+        if len(rest) and block is not None:
+            block = block.snapshot_child(self._tree.packer.key(rest))
         page = None if block is None else block.page_of(ssm_id)
         return page if isinstance(page, SnapshotPage) and page.num_tokens == num_tokens else None
 
     def _offer_snapshot(self, snapshot: SnapshotPage) -> None:
         """Link the snapshot at the end of the committed tokens; the latest of a block wins."""
-        block = self._partial_block() if self._tail_tokens else self._tail
+        block = self._partial_block() if len(self._tail_ids) else self._tail
         assert block is not None
         self._tree.pin(block)
         earlier = block.page_of(snapshot.life_cycle)

@@ -176,9 +176,20 @@ class BatchDesc:
 
 @dataclass(frozen=True, slots=True)
 class SwaScratchReuseConfig:
-    """Sharing of pages that a prefill chunk makes stale at once; `max_rewind_len`: tokens."""
+    """Blocks that a step makes stale before it ends share slots between the layers of a windowed group.
+
+    A step is the tokens from history to capacity. `max_rewind_len`: tokens at its end that may be taken
+    back after it, such as rejected drafts. Needs page indices per layer (`PageIndexMode.PER_LAYER`).
+    """
 
     max_rewind_len: int = 0
+
+    def __post_init__(self) -> None:
+        length = self.max_rewind_len
+        _require(
+            isinstance(length, int) and length >= 0,
+            f"max_rewind_len is {length!r}; give 0 or more whole tokens",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +207,9 @@ class KVCacheManagerConfig:
     initial_pool_ratio: one positive weight per layer group (or pool group), summing to 1.
     commit_min_snapshot: one commit keeps only what reuse at the new committed length needs. Must be True
         with SSM.
-    text_only: all tokens are text; kept for callers, this runtime knows no other tokens.
+    swa_scratch_reuse: let blocks of long steps share slots in windowed groups; None gives each its own.
+    text_only: all token ids are text, below 2**20, and take 20 bits each in the reuse tree; False takes 32
+        bits for any id below 2**32.
     rebalance_*: when `need_adjustment` turns True and how fast the averages behind it follow.
     """
 
@@ -238,10 +251,6 @@ class KVCacheManagerConfig:
         _require(
             self.commit_min_snapshot or not has_ssm,
             "SSM layers need commit_min_snapshot=True: a recurrent state exists at one token count only",
-        )
-        _require(
-            self.swa_scratch_reuse is None,
-            "swa_scratch_reuse is not supported by this runtime; leave it at None",
         )
         if self.initial_pool_ratio is not None:
             object.__setattr__(self, "initial_pool_ratio", tuple(self.initial_pool_ratio))

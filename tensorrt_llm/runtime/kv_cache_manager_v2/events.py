@@ -5,6 +5,7 @@ A block is named by a 64-bit hash over its reuse scope and all tokens up to its 
 have equal names on every rank. Hashes exist only where events are asked for.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from hashlib import blake2b
 from ._types import CacheLevel, LayerGroupId, Priority
 from .errors import MisuseError
 from .page import Page, SnapshotPage
-from .reuse_tree import Block, RootBlock, unpack_tokens
+from .reuse_tree import Block, RootBlock
+from .tokens import TokenPacker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +66,11 @@ class KVCacheEvent:
     window_size: int | None = None
 
 
-def block_hash(parent_hash: int | None, scope: Hashable, tokens: bytes) -> int:
-    """Return the name of a block of packed tokens; `scope` counts for first blocks, which have no parent."""
+def block_hash(parent_hash: int | None, scope: Hashable, tokens: Sequence[int]) -> int:
+    """Return the name of a block of tokens; `scope` counts for first blocks, which have no parent."""
     root = repr(scope).encode() if parent_hash is None else parent_hash.to_bytes(8, "little")
-    return int.from_bytes(blake2b(root + b"|" + tokens, digest_size=8).digest(), "little")
+    packed = array("I", tokens).tobytes()
+    return int.from_bytes(blake2b(root + b"|" + packed, digest_size=8).digest(), "little")
 
 
 class KVCacheEventManager:
@@ -79,14 +82,16 @@ class KVCacheEventManager:
         self._events: deque[KVCacheEvent] = deque(maxlen=max_events)
         self._hashes: dict[Block, int] = {}
         self._window_sizes: tuple[int | None, ...] = ()
+        self._packer = TokenPacker(text_only=False)
         self._next_id = 0
         self.num_lost = 0
 
-    def bind(self, window_sizes: Sequence[int | None]) -> None:
+    def bind(self, window_sizes: Sequence[int | None], packer: TokenPacker) -> None:
         """Called once, by the manager that reports here, before it allocates. Windows are per layer group."""
         if self._window_sizes:
             raise MisuseError("this event manager serves another cache manager already; give each its own")
         self._window_sizes = tuple(window_sizes)
+        self._packer = packer
 
     def start(self, num_slots: Sequence[Sequence[int]]) -> None:
         """Report that the manager exists with `num_slots[level][pool_group]`."""
@@ -104,7 +109,7 @@ class KVCacheEventManager:
         data = StoredEvent(
             block_hash=self._hash_of(block),
             parent_hash=parent_hash,
-            tokens=tuple(unpack_tokens(block.tokens)),
+            tokens=tuple(self._packer.unpack(block.tokens)),
             level=page.level,
             priority=page.priority,
             snapshot_tokens=page.num_tokens if isinstance(page, SnapshotPage) else None,
@@ -142,7 +147,7 @@ class KVCacheEventManager:
             chain.append(link)
             link = link.parent
         for one in reversed(chain):
-            parent_hash = self._hashes[one] = block_hash(parent_hash, scope, one.tokens)
+            parent_hash = self._hashes[one] = block_hash(parent_hash, scope, self._packer.unpack(one.tokens))
         return self._hashes[block]
 
     def _append(self, data: EventData, layer_group: LayerGroupId | None) -> None:

@@ -18,6 +18,7 @@ from ._types import LayerId, LifeCycleId, PoolGroupIndex, PoolIndex
 from .config import AttentionLayerConfig, LayerConfig
 from .errors import MisuseError
 from .life_cycle import LifeCycleRegistry
+from .scratch import LayerShare, ScratchDesc, largest_shares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,9 @@ class BufferAttr:
     expansion: int
     run_bytes: int
     """Bytes from this buffer to the end of its layer's adjacent buffers, such as key and value together."""
+    num_layer_buffers: int
+    """Buffers of the same layer in this pool; they lie side by side."""
+    index_in_layer: int
 
     @property
     def page_stride_bytes(self) -> int:
@@ -57,20 +61,36 @@ class BufferAttr:
 class PageIndexConverter:
     """Turns the slot ids of a block table into page indices of one buffer.
 
-    `layer_offset` is 0 in SHARED mode, where the base address already contains it.
+    `layer_offset` is 0 in SHARED mode, where the base address already contains it, and `is_shared` then
+    True. `num_layer_buffers` and `index_in_layer`: the buffer's place among those of its layer.
     """
 
     scale: int
     expansion: int = 1
     layer_offset: int = 0
+    is_shared: bool = True
+    num_layer_buffers: int = 1
+    index_in_layer: int = 0
 
-    def __call__(self, base_page_indices: Sequence[int]) -> list[int]:
-        """Return `expansion` page indices per base index; a negative base index gives negative ones."""
-        first = self.layer_offset * self.expansion
-        step = self.scale * self.expansion
+    def __call__(self, base_page_indices: Sequence[int], scratch: ScratchDesc | None = None) -> list[int]:
+        """Return `expansion` page indices per base index; a negative base index gives negative ones.
+
+        `scratch` places the blocks that share slots; each layer has them elsewhere, so one base address for
+        all layers cannot reach them and SHARED mode raises MisuseError.
+        """
+        bases = [base * self.scale + self.layer_offset if base >= 0 else base for base in base_page_indices]
+        if scratch is not None:
+            if self.is_shared:
+                raise MisuseError(
+                    "blocks that share slots lie elsewhere for each layer; ask for the converter and the "
+                    "base address with index_mode=PageIndexMode.PER_LAYER"
+                )
+            for position, ordinal in enumerate(scratch.ordinals):
+                slot, place = divmod(position * self.num_layer_buffers + self.index_in_layer, self.scale)
+                bases[ordinal] = scratch.slots[slot] * self.scale + place
         return [
-            base * step + first + page if base >= 0 else base
-            for base in base_page_indices
+            base * self.expansion + page if base >= 0 else base
+            for base in bases
             for page in range(self.expansion)
         ]
 
@@ -91,10 +111,14 @@ class PoolGroupDesc:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageLayout:
-    """The whole map: pool groups, the group of each life cycle, the place of each buffer."""
+    """The whole map: pool groups, the group of each life cycle, the place of each buffer.
+
+    layer_shares: per life cycle, what the largest layer has of a slot in each pool.
+    """
 
     pool_groups: tuple[PoolGroupDesc, ...]
     group_of: tuple[PoolGroupIndex, ...]
+    layer_shares: tuple[tuple[LayerShare, ...], ...]
     buffers: dict[tuple[LayerId, str], BufferAttr]
 
     def buffer(self, layer: LayerId, role: str) -> BufferAttr:
@@ -117,6 +141,10 @@ class _Coalesced:
     @property
     def slot_bytes(self) -> int:
         return self.size * len(self.members)
+
+    def owners(self) -> list[LayerId]:
+        """Return the layer of each buffer."""
+        return [layer for layer, _, _ in self.members]
 
     def run_bytes(self, index: int) -> int:
         layer = self.members[index][0]
@@ -167,10 +195,13 @@ def build_layout(
             scale=len(pool.members),
             expansion=expansion,
             run_bytes=pool.run_bytes(index),
+            num_layer_buffers=pool.owners().count(layer),
+            index_in_layer=index - pool.owners().index(layer),
         )
         for life_cycle, _ in registry.items()
         for pool_index, pool in enumerate(pools[life_cycle])
         for index, (layer, role, expansion) in enumerate(pool.members)
     }
     group_of = tuple(owner_of[life_cycle] for life_cycle, _ in registry.items())
-    return StorageLayout(pool_groups=pool_groups, group_of=group_of, buffers=buffers)
+    shares = tuple(largest_shares([pool.owners() for pool in coalesced]) for coalesced in pools)
+    return StorageLayout(pool_groups=pool_groups, group_of=group_of, layer_shares=shares, buffers=buffers)

@@ -20,7 +20,7 @@ from ._types import (
     PageIndexMode,
 )
 from .backends import make_backend
-from .cache import _KVCache
+from .cache import CacheOptions, _KVCache
 from .committer import PriorityCallback
 from .config import BatchDesc, KVCacheDesc, KVCacheManagerConfig
 from .errors import MisuseError, OutOfMemoryError, ResourceBusyError
@@ -32,10 +32,12 @@ from .matching import PrefixMatch, PrefixMatcher
 from .page import Page
 from .quota import batch_slots, split_tier
 from .rebalance import RatioTracker
-from .reuse_tree import ReuseTree, SilentTreeListener, pack_tokens
+from .reuse_tree import ReuseTree, SilentTreeListener
+from .scratch import make_scratch_plan
 from .stats import KVCacheIterationStats, LifeCycleStats, LookupStats, StatsCollector
 from .storage import Storage, StorageStatistics
 from .storage_resize import set_num_slots
+from .tokens import TokenIds, TokenPacker
 
 
 class KVCacheManager:
@@ -64,20 +66,20 @@ class KVCacheManager:
         self.device = torch.device(device)
         self.life_cycles = LifeCycleRegistry(config.layers, config.tokens_per_block)
         self._layout = build_layout(config.layers, self.life_cycles, config.tokens_per_block)
+        self.scratch_plan = make_scratch_plan(config.swa_scratch_reuse, self._layout.layer_shares)
         groups = self._layout.pool_groups
         slot_bytes = tuple(groups[group].slot_bytes for group in self._layout.group_of)
         self._stats = StatsCollector(len(self.life_cycles), len(config.cache_tiers), slot_bytes)
+        packer = TokenPacker(text_only=config.text_only)
         if event_manager is not None:
-            event_manager.bind(
-                [
-                    value.window_size if isinstance(value, AttnLifeCycle) else None
-                    for value in self.life_cycles
-                ]
-            )
+            windows = [
+                value.window_size if isinstance(value, AttnLifeCycle) else None for value in self.life_cycles
+            ]
+            event_manager.bind(windows, packer)
         listener = self._stats if event_manager is None else _StatsAndEvents(self._stats, event_manager)
         self.storage = Storage(self._config, self._layout, make_backend(self.device), listener)
         self.tree = ReuseTree(
-            config.tokens_per_block, self.life_cycles, event_manager or SilentTreeListener()
+            config.tokens_per_block, self.life_cycles, packer, event_manager or SilentTreeListener()
         )
         self.storage.unlink = self.tree.unlink
         self._matcher = PrefixMatcher(
@@ -140,20 +142,23 @@ class KVCacheManager:
         tokens), since at least one token must be computed to get logits. Its length is
         `num_committed_tokens`. Prefixes are shared within a `reuse_scope`. Without `input_tokens` nothing
         is reused. `custom_priority_callback` ranks each block for eviction (0 goes first) when it is
-        committed. `text_only`, `enable_request_stats`: accepted for callers of the upstream runtime; tokens
-        are always text and `request_stats` is always kept.
+        committed. `text_only` promises that prompt and commits are text, and holds the caller to it: ids of
+        2**20 and more are refused. `enable_request_stats`: keep the cache's `request_stats`.
         """
         self._require_open()
-        packed = b"" if input_tokens is None else pack_tokens(input_tokens)
-        cache = _KVCache(self, id, reuse_scope, custom_priority_callback)
+        ids = self.tree.packer.parse(() if input_tokens is None else input_tokens, text_only=text_only)
+        options = CacheOptions(
+            id=id,
+            reuse_scope=reuse_scope,
+            priority_callback=custom_priority_callback,
+            text_only=text_only,
+            keeps_stats=enable_request_stats,
+        )
+        cache = _KVCache(self, options)
         if input_tokens is not None:
-            match = self._match(reuse_scope, packed, len(input_tokens), expected_prompt_length)
-            prompt_tokens = max(len(input_tokens), expected_prompt_length or 0)
-            lookup = self._describe_lookup(match, prompt_tokens)
-            for counts in lookup.by_life_cycle.values():
-                cache.request_stats.reused_blocks += counts.reused_blocks
-                cache.request_stats.missed_blocks += counts.missed_blocks
-            cache.adopt_match(match, packed, lookup)
+            match = self._match(reuse_scope, ids, expected_prompt_length)
+            lookup = self._describe_lookup(match, max(len(ids), expected_prompt_length or 0))
+            cache.adopt_match(match, ids, lookup)
         self._caches[cache] = None
         return cache
 
@@ -162,18 +167,16 @@ class KVCacheManager:
     ) -> int:
         """Return the tokens that `create_kv_cache` would reuse now."""
         self._require_open()
-        packed = pack_tokens(input_tokens)
-        return self._match(reuse_scope, packed, len(input_tokens), expected_prompt_length).num_tokens
+        ids = self.tree.packer.parse(input_tokens)
+        return self._match(reuse_scope, ids, expected_prompt_length).num_tokens
 
-    def _match(
-        self, scope: Hashable, packed: bytes, num_input_tokens: int, expected_prompt_length: int | None
-    ) -> PrefixMatch:
-        prompt_length = num_input_tokens if expected_prompt_length is None else expected_prompt_length
+    def _match(self, scope: Hashable, ids: TokenIds, expected_prompt_length: int | None) -> PrefixMatch:
+        prompt_length = len(ids) if expected_prompt_length is None else expected_prompt_length
         if prompt_length < 0:
             raise MisuseError(
                 f"expected_prompt_length is {prompt_length}; give the prompt's number of tokens"
             )
-        return self._matcher.match(scope, packed, min(num_input_tokens, prompt_length - 1))
+        return self._matcher.match(scope, ids, min(len(ids), prompt_length - 1))
 
     def _describe_lookup(self, match: PrefixMatch, num_prompt_tokens: int) -> LookupStats:
         lookup = LookupStats()
@@ -260,7 +263,8 @@ class KVCacheManager:
 
     def _fits(self, batch: BatchDesc) -> bool:
         needed = [0] * len(self._layout.pool_groups)
-        for index, slots in enumerate(batch_slots(batch, tuple(self.life_cycles), self.tokens_per_block)):
+        per_life_cycle = batch_slots(batch, tuple(self.life_cycles), self.tokens_per_block, self.scratch_plan)
+        for index, slots in enumerate(per_life_cycle):
             needed[self._layout.group_of[index]] += slots
         totals = [store.allocator.num_slots for store in self.storage.levels[GPU_LEVEL]]
         return all(slots <= total for slots, total in zip(needed, totals, strict=True))
@@ -348,8 +352,14 @@ class KVCacheManager:
         """Return the function from slot ids to page indices of a buffer."""
         buffer = self._layout.buffer(layer, role)
         is_shared = index_mode is PageIndexMode.SHARED
-        layer_offset = 0 if is_shared else buffer.offset // buffer.size
-        return PageIndexConverter(buffer.scale, buffer.expansion, layer_offset)
+        return PageIndexConverter(
+            buffer.scale,
+            buffer.expansion,
+            layer_offset=0 if is_shared else buffer.offset // buffer.size,
+            is_shared=is_shared,
+            num_layer_buffers=buffer.num_layer_buffers,
+            index_in_layer=buffer.index_in_layer,
+        )
 
     def get_buffer_view(
         self, layer: LayerId, role: str, dtype: torch.dtype, shape: Sequence[int]

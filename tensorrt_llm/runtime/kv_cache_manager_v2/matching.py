@@ -12,7 +12,8 @@ from ._math import cdiv
 from ._types import LifeCycleId
 from .life_cycle import AttnLifeCycle, LifeCycleRegistry
 from .page import SnapshotPage
-from .reuse_tree import TOKEN_BYTES, Block, ReuseTree, num_common_tokens
+from .reuse_tree import Block, ReuseTree
+from .tokens import TokenIds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,37 +64,39 @@ class PrefixMatcher:
         self._ssm_id = life_cycles.ssm_id
         self._windowed = life_cycles.windowed
 
-    def match(self, scope: Hashable, packed: bytes, max_tokens: int) -> PrefixMatch:
-        """Return the longest reusable prefix of at most `max_tokens` tokens of the packed prompt."""
+    def match(self, scope: Hashable, ids: TokenIds, max_tokens: int) -> PrefixMatch:
+        """Return the longest reusable prefix of at most `max_tokens` tokens of a prompt."""
         root = self._tree.find_root(scope)
         if root is None or max_tokens <= 0:
             return PrefixMatch()
-        packed = packed[: max_tokens * TOKEN_BYTES]
-        path = self._find_path(root, packed)
+        ids = ids[:max_tokens]
+        path = self._find_path(root, ids)
         num_tokens = max(0, path.num_tokens - self._backoff_tokens)
         if not self._allows_partial:
             num_tokens -= num_tokens % self._tree.tokens_per_block
         if self._ssm_id is not None:
-            return self._match_snapshot(path, packed, num_tokens, self._ssm_id)
+            return self._match_snapshot(path, ids, num_tokens, self._ssm_id)
         num_tokens = self._largest_servable(path, num_tokens)
         return self._result(path, num_tokens, path.partial, None, num_tokens)
 
-    def _find_path(self, root: Block, packed: bytes) -> _Path:
-        blocks = self._tree.walk(root, packed)
+    def _find_path(self, root: Block, ids: TokenIds) -> _Path:
         size = self._tree.tokens_per_block
-        rest = packed[len(blocks) * self._tree.block_bytes :]
-        partial = (blocks[-1] if blocks else root).nearest_child(rest) if self._allows_partial else None
-        num_partial = 0 if partial is None else num_common_tokens(partial.tokens, rest)
+        blocks = self._tree.walk(root, self._tree.packer.block_keys(ids, size))
+        if not self._allows_partial:
+            return _Path(root, blocks, tokens_per_block=size)
+        rest = self._tree.packer.key(ids[len(blocks) * size :][:size])
+        partial = (blocks[-1] if blocks else root).nearest_child(rest, self._tree.packer)
+        num_partial = self._tree.num_common(partial, rest)
         if not num_partial:
             return _Path(root, blocks, tokens_per_block=size)
         return _Path(root, blocks, partial, num_partial, tokens_per_block=size)
 
     def _match_snapshot(
-        self, path: _Path, packed: bytes, max_tokens: int, ssm_id: LifeCycleId
+        self, path: _Path, ids: TokenIds, max_tokens: int, ssm_id: LifeCycleId
     ) -> PrefixMatch:
         """Return the deepest snapshot up to `max_tokens` that the attention life cycles can serve as well."""
         num_attention_tokens = self._largest_servable(path, max_tokens)
-        for block, snapshot in self._snapshots(path, packed[: max_tokens * TOKEN_BYTES], ssm_id):
+        for block, snapshot in self._snapshots(path, ids[:max_tokens], ssm_id):
             count = snapshot.num_tokens
             is_inside = count % self._tree.tokens_per_block != 0
             here = _Path(
@@ -104,18 +107,17 @@ class PrefixMatcher:
         return self._result(path, 0, None, None, num_attention_tokens)
 
     def _snapshots(
-        self, path: _Path, packed: bytes, ssm_id: LifeCycleId
+        self, path: _Path, ids: TokenIds, ssm_id: LifeCycleId
     ) -> Iterator[tuple[Block, SnapshotPage]]:
-        """Yield the snapshots on the path with at most the tokens of `packed`, deepest first."""
-        size = self._tree.tokens_per_block
-        num_tokens = len(packed) // TOKEN_BYTES
+        """Yield the snapshots on the path with at most the tokens of `ids`, deepest first."""
+        size, packer = self._tree.tokens_per_block, self._tree.packer
+        num_tokens = len(ids)
         for ordinal in range(min(len(path.blocks), num_tokens // size), -1, -1):
             parent = path.blocks[ordinal - 1] if ordinal else path.root
-            begin = ordinal * self._tree.block_bytes
             may_be_inside = self._allows_partial and parent.has_inner_snapshots()
-            rest = min(size - 1, num_tokens - ordinal * size) if may_be_inside else 0
-            for offset in range(rest, 0, -1):
-                inside = parent.snapshot_child(packed[begin : begin + offset * TOKEN_BYTES])
+            rest = packer.key(ids[ordinal * size :][: size - 1]) if may_be_inside else b""
+            for offset in range(packer.num_tokens(rest), 0, -1):
+                inside = parent.snapshot_child(packer.head(rest, offset))
                 page = None if inside is None else inside.page_of(ssm_id)
                 if inside is not None and isinstance(page, SnapshotPage):
                     yield inside, page

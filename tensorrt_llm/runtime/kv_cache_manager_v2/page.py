@@ -2,10 +2,14 @@
 """One owned slot, and a request's table of them."""
 
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Final
 
 from ._types import BAD_PAGE_INDEX, PRIORITY_DEFAULT, CacheLevel, LifeCycleId, Priority, SlotId
 from .errors import MisuseError
+from .scratch import ScratchDesc
 
 if TYPE_CHECKING:
     from .reuse_tree import Block
@@ -21,36 +25,72 @@ class Link:
         self.next: Link | None = None
 
 
+SLOTS_PER_FRAME: Final = 256
+"""Python keeps one object for each of the integers below 257, so an index into a frame costs no memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What the pages of up to `SLOTS_PER_FRAME` neighbouring slots share, so that each page is small."""
+
+    life_cycle: LifeCycleId
+    level: CacheLevel
+    priority: Priority
+    first_slot: int
+
+
+# One frame per combination, however many managers there are; there are few combinations.
+_frame = cache(Frame)
+
+
 class Page(Link):
     """An owned slot: content of one block (attention) or of one sequence (SSM).
 
     num_holders: caches that need the content. num_locks: those of them that are active, so that the page
     must stay in its GPU slot. block: the block of the reuse tree that offers the page to others, None while
-    it is private.
-    next_of_block: the next page of the same block, for another life cycle.
+    it is private. next_of_block: the next page of the same block, for another life cycle. frame and index:
+    where the content lies, see `slot`.
     """
 
-    __slots__ = (
-        "block",
-        "level",
-        "life_cycle",
-        "next_of_block",
-        "num_holders",
-        "num_locks",
-        "priority",
-        "slot",
-    )
+    __slots__ = ("frame", "index", "block", "next_of_block", "num_holders", "num_locks")
 
     def __init__(self, life_cycle: LifeCycleId, level: CacheLevel, slot: SlotId) -> None:
-        super().__init__()
-        self.life_cycle = life_cycle
-        self.level = level
-        self.slot = slot
-        self.priority: Priority = PRIORITY_DEFAULT
+        self.prev = self.next = None
+        self._place(life_cycle, level, PRIORITY_DEFAULT, slot)
         self.num_holders = 0
         self.num_locks = 0
         self.block: Block | None = None
         self.next_of_block: Page | None = None
+
+    def _place(self, life_cycle: LifeCycleId, level: CacheLevel, priority: Priority, slot: int) -> None:
+        index = slot % SLOTS_PER_FRAME
+        self.frame: Frame = _frame(life_cycle, level, priority, slot - index)
+        self.index = index
+
+    @property
+    def life_cycle(self) -> LifeCycleId:
+        return self.frame.life_cycle
+
+    @property
+    def level(self) -> CacheLevel:
+        return self.frame.level
+
+    @property
+    def slot(self) -> SlotId:
+        return SlotId(self.frame.first_slot + self.index)
+
+    def move_to(self, level: CacheLevel, slot: SlotId) -> None:
+        """Note that the content lies in another slot now."""
+        self._place(self.frame.life_cycle, level, self.frame.priority, slot)
+
+    @property
+    def priority(self) -> Priority:
+        """Rank for eviction, lowest first. Must not be set while the page is queued."""
+        return self.frame.priority
+
+    @priority.setter
+    def priority(self, priority: Priority) -> None:
+        self._place(self.frame.life_cycle, self.frame.level, priority, self.slot)
 
     @property
     def is_queued(self) -> bool:
@@ -73,17 +113,33 @@ class PageTable:
 
     `indices` holds a slot id per block, BAD_PAGE_INDEX where there is no page or the page is not on the
     GPU. A user's int32 buffer, once attached, is kept equal to it and padded with BAD_PAGE_INDEX.
+    `scratch_ordinals`: blocks without a page of their own that share `scratch_pages` in the current step.
     """
 
-    __slots__ = ("_buffer", "indices", "pages")
+    __slots__ = ("_buffer", "indices", "pages", "scratch_ordinals", "scratch_pages")
 
     def __init__(self) -> None:
         self.pages: list[Page | None] = []
         self.indices = array("i")
+        self.scratch_ordinals: list[int] = []
+        self.scratch_pages: list[Page] = []
         self._buffer: memoryview | None = None
 
     def __len__(self) -> int:
         return len(self.pages)
+
+    def owned(self) -> Iterator[Page]:
+        """Yield the pages of all blocks and those that blocks share."""
+        yield from self.scratch_pages
+        for page in self.pages:
+            if page is not None:
+                yield page
+
+    def scratch_desc(self) -> ScratchDesc | None:
+        """Return the blocks that share slots, None without any."""
+        if not self.scratch_ordinals:
+            return None
+        return ScratchDesc(tuple(self.scratch_ordinals), tuple(page.slot for page in self.scratch_pages))
 
     def append(self, page: Page | None) -> None:
         self.pages.append(None)

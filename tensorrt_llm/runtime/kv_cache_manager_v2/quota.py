@@ -11,15 +11,16 @@ Memory is handed out in grains. A pool of n slots takes ceil(n * slot bytes / gr
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ._math import HalfOpenRange, cdiv, float32, round_up
-from ._types import CacheTier
+from ._types import CacheTier, LifeCycleId
 from .config import BatchDesc, KVCacheDesc, KVCacheManagerConfig
 from .errors import MisuseError, OutOfPagesError
 from .layout import StorageLayout, build_layout
 from .life_cycle import AttnLifeCycle, LifeCycle, LifeCycleRegistry
+from .scratch import ScratchPlan, make_scratch_plan
 
 GIB = 1 << 30
 GPU_GRAIN_BYTES = 2 << 20
@@ -52,8 +53,16 @@ def slots_to_keep(num_slots: int, max_util_for_resume: float) -> int:
     return math.ceil(num_slots / float32(max_util_for_resume))
 
 
-def _attention_slots(life_cycle: AttnLifeCycle, batch: BatchDesc, tokens_per_block: int) -> int:
-    """Return pages of `batch`: those of the common system prompt once, then each request's own."""
+def _attention_slots(
+    life_cycle: AttnLifeCycle,
+    batch: BatchDesc,
+    tokens_per_block: int,
+    saved_pages: Callable[[KVCacheDesc, HalfOpenRange], int],
+) -> int:
+    """Return pages of `batch`: those of the common system prompt once, then each request's own.
+
+    `saved_pages`: how many pages fewer a request takes behind the system prompt because blocks share slots.
+    """
     system = HalfOpenRange(0, batch.system_prompt_length // tokens_per_block)
     stale_ranges = [life_cycle.stale_range(desc.history_length, tokens_per_block) for desc in batch.kv_caches]
     own_pages = 0
@@ -61,7 +70,7 @@ def _attention_slots(life_cycle: AttnLifeCycle, batch: BatchDesc, tokens_per_blo
         blocks = HalfOpenRange(0, cdiv(desc.capacity, tokens_per_block))
         kept = blocks.length - blocks.intersect(stale).length
         kept_of_system = system.length - system.intersect(stale).length
-        own_pages += max(0, kept - kept_of_system)
+        own_pages += max(0, kept - kept_of_system - saved_pages(desc, system))
     if not stale_ranges:
         return 0
     common_stale = stale_ranges[0]
@@ -70,13 +79,30 @@ def _attention_slots(life_cycle: AttnLifeCycle, batch: BatchDesc, tokens_per_blo
     return own_pages + system.length - system.intersect(common_stale).length
 
 
-def batch_slots(batch: BatchDesc, life_cycles: Sequence[LifeCycle], tokens_per_block: int) -> list[int]:
-    """Return the slots that `batch` needs per life cycle; a recurrent state takes one at any capacity."""
+def batch_slots(
+    batch: BatchDesc,
+    life_cycles: Sequence[LifeCycle],
+    tokens_per_block: int,
+    scratch: ScratchPlan | None = None,
+) -> list[int]:
+    """Return the slots that `batch` needs per life cycle; a recurrent state takes one at any capacity.
+
+    `scratch`: how blocks that a step makes stale before it ends share slots; None if they do not.
+    """
+
+    def pages_of(index: LifeCycleId, value: AttnLifeCycle) -> int:
+        def saved_pages(desc: KVCacheDesc, system: HalfOpenRange) -> int:
+            if scratch is None:
+                return 0
+            sharing = scratch.blocks(index, value, desc.capacity, desc.history_length, tokens_per_block)
+            num_sharing = HalfOpenRange(max(sharing.start, system.stop), sharing.stop).length
+            return num_sharing - scratch.num_slots(index, num_sharing)
+
+        return _attention_slots(value, batch, tokens_per_block, saved_pages)
+
     return [
-        _attention_slots(life_cycle, batch, tokens_per_block)
-        if isinstance(life_cycle, AttnLifeCycle)
-        else len(batch.kv_caches)
-        for life_cycle in life_cycles
+        pages_of(LifeCycleId(index), value) if isinstance(value, AttnLifeCycle) else len(batch.kv_caches)
+        for index, value in enumerate(life_cycles)
     ]
 
 
@@ -125,12 +151,14 @@ class Sizing:
         return tuple(float32(size / total) for size in sizes)
 
 
-def min_slots(config: KVCacheManagerConfig, life_cycles: Sequence[LifeCycle]) -> list[int]:
+def min_slots(
+    config: KVCacheManagerConfig, life_cycles: Sequence[LifeCycle], scratch: ScratchPlan | None = None
+) -> list[int]:
     """Return the floor per life cycle: one sequence, and every constraint batch divided by the ratio."""
     tokens_per_block = config.tokens_per_block
     floors = _default_floor(life_cycles, tokens_per_block)
     for batch in config.constraints:
-        needed = batch_slots(batch, life_cycles, tokens_per_block)
+        needed = batch_slots(batch, life_cycles, tokens_per_block, scratch)
         scaled = [slots_to_keep(slots, config.max_util_for_resume) for slots in needed]
         floors = [max(pair) for pair in zip(floors, scaled, strict=True)]
     return floors
@@ -141,13 +169,14 @@ def make_sizing(config: KVCacheManagerConfig) -> Sizing:
     registry = LifeCycleRegistry(config.layers, config.tokens_per_block)
     layout = build_layout(config.layers, registry, config.tokens_per_block)
     life_cycles = tuple(registry)
-    floors = min_slots(config, life_cycles)
+    scratch = make_scratch_plan(config.swa_scratch_reuse, layout.layer_shares)
+    floors = min_slots(config, life_cycles, scratch)
     if config.typical_step is not None:
-        typical = batch_slots(config.typical_step, life_cycles, config.tokens_per_block)
+        typical = batch_slots(config.typical_step, life_cycles, config.tokens_per_block, scratch)
     elif config.constraints:
         typical = floors
     else:
-        typical = batch_slots(_DEFAULT_STEP, life_cycles, config.tokens_per_block)
+        typical = batch_slots(_DEFAULT_STEP, life_cycles, config.tokens_per_block, scratch)
     return Sizing(
         slot_sizes=tuple(group.slot_sizes for group in layout.pool_groups),
         floors=tuple(_sum_per_group(floors, layout)),

@@ -1,49 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefixes that can be reused: a tree of token blocks, each offering pages.
 
-A block is the `tokens_per_block` tokens that follow its parent's, packed four bytes a token; a leaf may
-hold fewer. It offers at most one page per life cycle; for SSM that is a snapshot at an exact token count
-inside the block. A block without its page of full attention would make everything below unreachable, so
-such a subtree leaves as one.
+A block is the `tokens_per_block` tokens that follow its parent's, kept as a key of `tokens`; a leaf may
+hold fewer. The tokens themselves are compared, so a hit rests on no hash. A block offers at most one page
+per life cycle; for SSM that is a snapshot at an exact token count inside the block. A block without its
+page of full attention would make everything below unreachable, so such a subtree leaves as one.
 """
 
-from array import array
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Optional, Protocol
 
 from ._types import LifeCycleId
-from .errors import LogicError, MisuseError
+from .errors import LogicError
 from .life_cycle import AttnLifeCycle, LifeCycleRegistry
 from .page import Page, SnapshotPage
-
-TOKEN_BYTES = 4
-
-
-def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Return `tokens` as unsigned 32-bit integers. MisuseError for anything that is no token id."""
-    try:
-        return array("I", tokens).tobytes()
-    except (OverflowError, TypeError) as error:
-        raise MisuseError(f"token ids must be integers from 0 to 2**32 - 1: {error}") from error
-
-
-def unpack_tokens(packed: bytes) -> list[int]:
-    """Return the token ids behind `pack_tokens`."""
-    return array("I", packed).tolist()
-
-
-def num_common_tokens(left: bytes, right: bytes) -> int:
-    """Return how many leading tokens two packed sequences share."""
-    low, high = 0, min(len(left), len(right)) // TOKEN_BYTES
-    while low < high:
-        middle = (low + high + 1) // 2
-        size = middle * TOKEN_BYTES
-        if left[:size] == right[:size]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+from .tokens import TokenPacker
 
 
 class _Children:
@@ -108,14 +80,14 @@ class Block:
         elif children is not None:
             yield from children.by_key.values()
 
-    def nearest_child(self, tokens: bytes) -> Optional["Block"]:
+    def nearest_child(self, tokens: bytes, packer: TokenPacker) -> Optional["Block"]:
         """Return a child with the longest common prefix with `tokens`."""
         children = self.children
         if children is None or isinstance(children, Block):
             return children
         at = bisect_left(children.sorted_keys, tokens)
         neighbours = children.sorted_keys[max(0, at - 1) : at + 1]
-        best = max(neighbours, key=lambda key: num_common_tokens(key, tokens), default=None)
+        best = max(neighbours, key=lambda key: packer.num_common(key, tokens), default=None)
         return None if best is None else children.by_key[best]
 
     def snapshot_child(self, tokens: bytes) -> Optional["Block"]:
@@ -184,8 +156,15 @@ class SilentTreeListener:
 class ReuseTree:
     """All reusable blocks of a manager, one root per reuse scope."""
 
-    def __init__(self, tokens_per_block: int, life_cycles: LifeCycleRegistry, listener: TreeListener) -> None:
+    def __init__(
+        self,
+        tokens_per_block: int,
+        life_cycles: LifeCycleRegistry,
+        packer: TokenPacker,
+        listener: TreeListener,
+    ) -> None:
         self.tokens_per_block = tokens_per_block
+        self.packer = packer
         self._listener = listener
         self._roots: dict[Hashable, RootBlock] = {}
         self._pins: dict[Block, int] = {}
@@ -194,11 +173,6 @@ class ReuseTree:
             for index, value in life_cycles.items()
             if isinstance(value, AttnLifeCycle) and value.window_size is None
         )
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a full block's packed tokens."""
-        return self.tokens_per_block * TOKEN_BYTES
 
     def find_root(self, scope: Hashable) -> RootBlock | None:
         return self._roots.get(scope)
@@ -226,18 +200,21 @@ class ReuseTree:
     def is_attached(self, block: Block) -> bool:
         return block.parent is not None or isinstance(block, RootBlock)
 
-    def walk(self, root: Block, packed: bytes) -> list[Block]:
-        """Return the chain of full blocks below `root` that match the leading tokens of `packed`."""
+    def walk(self, root: Block, keys: Sequence[bytes]) -> list[Block]:
+        """Return the chain of full blocks below `root` that match the leading `keys`."""
         path: list[Block] = []
-        step = self.block_bytes
         block = root
-        for begin in range(0, len(packed) - step + 1, step):
-            child = block.child(packed[begin : begin + step])
+        for key in keys:
+            child = block.child(key)
             if child is None:
                 break
             path.append(child)
             block = child
         return path
+
+    def num_common(self, block: Block | None, key: bytes) -> int:
+        """Return how many leading tokens of `key` are those of `block`; 0 for no block."""
+        return 0 if block is None else self.packer.num_common(block.tokens, key)
 
     def add(self, parent: Block, tokens: bytes) -> Block:
         """Add a child of `parent`, which must be attached and have no child of these tokens."""
@@ -250,7 +227,9 @@ class ReuseTree:
     def extend(self, block: Block, tokens: bytes) -> None:
         """Append tokens to a leaf whose page now covers them; `tokens` are all of the block's."""
         parent = block.parent
-        if parent is None or block.children is not None or not tokens.startswith(block.tokens):
+        num_tokens = self.packer.num_tokens(block.tokens)
+        is_longer = self.num_common(block, tokens) == num_tokens < self.packer.num_tokens(tokens)
+        if parent is None or block.children is not None or not is_longer:
             raise LogicError("only an attached leaf can be extended, by tokens behind its own")
         self._listener.on_renaming(block)
         snapshots = parent.children.snapshots if isinstance(parent.children, _Children) else {}
@@ -303,7 +282,7 @@ class ReuseTree:
         if not isinstance(page, SnapshotPage):
             return None
         offset = page.num_tokens % self.tokens_per_block
-        return block.tokens[: offset * TOKEN_BYTES] if offset else None
+        return self.packer.head(block.tokens, offset) if offset else None
 
     def _remove_page(self, page: Page, block: Block) -> None:
         if block.first_page is page:
@@ -382,6 +361,6 @@ class ReuseTree:
             raise LogicError("sorted keys differ from the children")
         for prefix, owner in children.snapshots.items():
             counts = [page.num_tokens for page in owner.pages() if isinstance(page, SnapshotPage)]
-            inside = [count * TOKEN_BYTES % self.block_bytes for count in counts]
-            if children.by_key.get(owner.tokens) is not owner or len(prefix) not in inside:
+            inside = [self.packer.head(owner.tokens, count % self.tokens_per_block) for count in counts]
+            if children.by_key.get(owner.tokens) is not owner or prefix not in inside:
                 raise LogicError("a snapshot index entry has no snapshot")

@@ -61,6 +61,11 @@ class RequestStats:
     reused_blocks: int = 0
     missed_blocks: int = 0
 
+    def add_lookup(self, lookup: "LookupStats") -> None:
+        for counts in lookup.by_life_cycle.values():
+            self.reused_blocks += counts.reused_blocks
+            self.missed_blocks += counts.missed_blocks
+
     @property
     def hit_rate(self) -> float:
         """Share of the looked-up blocks that were reused; 0 if none was looked up."""

@@ -100,6 +100,7 @@ class Storage:
         self.streams = backend.streams
         self.sizing: Sizing = make_sizing(config)
         self.tiers = list(config.cache_tiers)
+        self.last_level = CacheLevel(len(self.tiers) - 1)
         self.unlink: Callable[[Page], Sequence[Page]] = _no_tree
         self._listener = listener
         self.levels: list[list[GroupStore]] = []
@@ -116,12 +117,13 @@ class Storage:
             self.close()
             raise
 
-    @property
-    def last_level(self) -> CacheLevel:
-        return CacheLevel(len(self.tiers) - 1)
-
     def group(self, life_cycle: LifeCycleId, level: CacheLevel = GPU_LEVEL) -> GroupStore:
         return self.levels[level][self.layout.group_of[life_cycle]]
+
+    def store_of(self, page: Page) -> GroupStore:
+        """Return the group and level in which the page lies."""
+        frame = page.frame
+        return self.levels[frame.level][self.layout.group_of[frame.life_cycle]]
 
     def statistics(self, level: CacheLevel) -> list[StorageStatistics]:
         return [group.statistics() for group in self.levels[level]]
@@ -157,25 +159,25 @@ class Storage:
 
         Raises OutOfPagesError with nothing changed. The slots have no page yet; `adopt` or `unreserve` them.
         """
-        groups = [PoolGroupIndex(index) for index in range(len(needed))]
-        for group, count in zip(groups, needed, strict=True):
+        wanted = [(PoolGroupIndex(group), count) for group, count in enumerate(needed) if count]
+        for group, count in wanted:
             store = self.levels[level][group]
             if count > store.allocator.num_free and count > self.num_obtainable(level, group):
                 raise OutOfPagesError(
                     f"level {level} pool group {group}: {count} slots needed, "
                     f"{self.num_obtainable(level, group)} of {store.allocator.num_slots} can be had"
                 )
-        for group, count in zip(groups, needed, strict=True):
+        for group, count in wanted:
             self._make_room(level, group, count, stream)
-        taken: list[list[SlotId]] = []
+        taken: list[list[SlotId]] = [[] for _ in needed]
         try:
-            for group, count in zip(groups, needed, strict=True):
-                taken.append(self.levels[level][group].allocator.allocate(count))
+            for group, count in wanted:
+                taken[group] = self.levels[level][group].allocator.allocate(count)
         except BaseException:
             self.unreserve(level, taken)
             raise
-        for group, slots in zip(groups, taken, strict=True):
-            self._wait_for(level, group, slots, stream)
+        for group, _ in wanted:
+            self._wait_for(level, group, taken[group], stream)
             store = self.levels[level][group]
             store.peak_live = max(store.peak_live, store.allocator.num_live)
         return taken
@@ -213,7 +215,7 @@ class Storage:
 
     def adopt(self, page: AnyPage) -> AnyPage:
         """Make `page` the owner of its slot, which must be reserved."""
-        owners = self.group(page.life_cycle, page.level).owners
+        owners = self.store_of(page).owners
         if owners[page.slot] is not None:
             raise LogicError(f"slot {page.slot} of level {page.level} has an owner already")
         owners[page.slot] = page
@@ -229,7 +231,7 @@ class Storage:
         self._vacate(page)
 
     def _vacate(self, page: Page) -> None:
-        store = self.group(page.life_cycle, page.level)
+        store = self.store_of(page)
         store.owners[page.slot] = None
         store.allocator.free(page.slot)
 
@@ -237,13 +239,22 @@ class Storage:
 
     def hold(self, page: Page) -> None:
         """Add a holder: the content stays until `release`."""
-        self.group(page.life_cycle, page.level).queue.discard(page)
+        if page.num_locks:
+            page.num_holders += 1
+            return
+        self.store_of(page).queue.discard(page)
         page.num_holders += 1
         self.offer(page)
 
     def lock(self, page: Page) -> None:
         """Let one holder use the page in its GPU slot."""
-        self.group(page.life_cycle, page.level).queue.discard(page)
+        self.store_of(page).queue.discard(page)
+        page.num_locks += 1
+
+    def hold_locked(self, page: Page) -> None:
+        """`hold` and `lock` at once."""
+        self.store_of(page).queue.discard(page)
+        page.num_holders += 1
         page.num_locks += 1
 
     def unlock(self, page: Page) -> None:
@@ -252,7 +263,7 @@ class Storage:
 
     def release(self, page: Page) -> None:
         """Take back one holder that has no lock. A private page is freed, a shared one becomes droppable."""
-        self.group(page.life_cycle, page.level).queue.discard(page)
+        self.store_of(page).queue.discard(page)
         page.num_holders -= 1
         if page.num_holders == 0 and page.block is None:
             self.free(page)
@@ -261,21 +272,22 @@ class Storage:
 
     def offer(self, page: Page) -> None:
         """Queue `page`, which is in no queue, for eviction if it may be evicted."""
-        is_movable = page.num_holders == 0 or page.level < self.last_level
-        if page.num_locks == 0 and is_movable:
-            self.group(page.life_cycle, page.level).queue.push(page)
+        if page.num_locks:
+            return
+        if page.num_holders == 0 or page.frame.level < self.last_level:
+            self.store_of(page).queue.push(page)
 
     def touch(self, page: Page) -> None:
         """Make a queued page the most recently used."""
         if page.is_queued:
-            queue = self.group(page.life_cycle, page.level).queue
+            queue = self.store_of(page).queue
             queue.discard(page)
             queue.push(page)
 
     def wait_for_pages(self, pages: Iterable[Page], stream: StreamHandle) -> None:
         """Make `stream` wait for the last uses of the pages' slots."""
         for page in pages:
-            allocator = self.group(page.life_cycle, page.level).allocator
+            allocator = self.store_of(page).allocator
             self._wait_for_slot(allocator, page.slot, stream)
 
     def _wait_for_slot(self, allocator: SlotAllocator, slot: SlotId, stream: StreamHandle) -> None:
@@ -284,7 +296,7 @@ class Storage:
 
     def mark_used(self, page: Page, event: Event | None) -> None:
         """Note that the last use of the page's slot ends at `event`."""
-        self.group(page.life_cycle, page.level).allocator.add_event(page.slot, event)
+        self.store_of(page).allocator.add_event(page.slot, event)
 
     def withdraw(self, page: Page) -> Sequence[Page]:
         """Take a page out of the reuse tree, with those that become useless by it.
@@ -328,7 +340,7 @@ class Storage:
         if changes_level:
             queue.discard(page)
         self._vacate(page)
-        page.level, page.slot = level, slot
+        page.move_to(level, slot)
         self.group(page.life_cycle, level).owners[slot] = page
         if changes_level:
             self.offer(page)

@@ -74,7 +74,8 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "util_large": (lambda: config(max_util_for_resume=1.5), r"max_util_for_resume is 1.5"),
     "backoff": (lambda: config(reuse_match_backoff=-1), r"reuse_match_backoff is -1"),
     "ssm_snapshot": (lambda: config(layers=[SSM]), r"need commit_min_snapshot=True"),
-    "scratch": (lambda: config(swa_scratch_reuse=SwaScratchReuseConfig()), r"not supported"),
+    "rewind": (lambda: SwaScratchReuseConfig(-1), r"max_rewind_len is -1; give 0 or more whole tokens"),
+    "rewind_part": (lambda: SwaScratchReuseConfig(1.5), r"max_rewind_len is 1.5"),  # type: ignore[arg-type]
     "ratio_sum": (lambda: config(initial_pool_ratio=[0.5, 0.4]), r"sum to 1"),
     "ratio_sign": (lambda: config(initial_pool_ratio=[1.5, -0.5]), r"positive weights"),
     "samples": (lambda: config(rebalance_min_sampled_kv_caches=0), r"rebalance_min_sampled_kv_caches is 0"),

@@ -57,7 +57,7 @@ class Router:
 
 def offered_in_tree(manager: KVCacheManager) -> list[tuple[int, int, int]]:
     return sorted(
-        (page.life_cycle, page.level, len(block.tokens))
+        (page.life_cycle, page.level, manager.tree.packer.num_tokens(block.tokens))
         for block in manager.tree.blocks()
         for page in block.pages()
     )
@@ -65,7 +65,7 @@ def offered_in_tree(manager: KVCacheManager) -> list[tuple[int, int, int]]:
 
 def seen(router: Router) -> list[tuple[int, int, int]]:
     return sorted(
-        (group, router.level[group, block], 4 * len(stored.tokens))
+        (group, router.level[group, block], len(stored.tokens))
         for (group, block), stored in router.offered.items()
     )
 
@@ -148,7 +148,7 @@ def test_iteration_statistics_are_deltas() -> None:
     assert stats.peak_blocks[0] == 3
     first.suspend()
     first.close()
-    second = manager.create_kv_cache(input_tokens=TEXT[:20])
+    second = manager.create_kv_cache(input_tokens=TEXT[:20], enable_request_stats=True)
     assert second.resume()
     second.commit_pending_stats()
     second.commit_pending_stats()
@@ -197,6 +197,25 @@ def test_drops_are_counted_by_where_they_happen() -> None:
     totals = manager.get_total_stats()[0]
     assert totals.dropped_blocks == 2
     taker.close()
+    manager.shutdown()
+
+
+def test_a_requests_statistics_are_kept_on_demand() -> None:
+    manager = make_manager([attention(), ssm()], num_grains=4, num_states=4)
+    run_prompt(manager, TEXT[:10]).close()
+    asked = manager.create_kv_cache(input_tokens=TEXT[:20], id="asked", enable_request_stats=True)
+    assert asked.resume() and asked.resize(24)
+    stats = asked.request_stats
+    assert (stats.alloc_blocks, stats.reused_blocks, stats.missed_blocks) == (3, 3, 2)
+    asked.close()
+    assert asked.request_stats is stats and stats.hit_rate == 3 / 5
+    silent = manager.create_kv_cache(input_tokens=TEXT[:20], id="silent")
+    with pytest.raises(MisuseError, match="'silent' keeps no statistics; .* enable_request_stats=True"):
+        _ = silent.request_stats
+    silent.close()
+    fresh = manager.create_kv_cache(enable_request_stats=True)
+    assert fresh.request_stats.hit_rate == 0
+    fresh.close()
     manager.shutdown()
 
 
