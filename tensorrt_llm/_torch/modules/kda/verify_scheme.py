@@ -26,7 +26,13 @@ import torch
 from torch import Tensor
 
 from tensorrt_llm._torch.modules.host import host_values
-from tensorrt_llm._torch.modules.kda.ops import k3_kda_verify, kda_commit_pending, kda_decode
+from tensorrt_llm._torch.modules.kda.ops import (
+    k3_kda_verify,
+    kda_commit_pending,
+    kda_commit_replay,
+    kda_decode,
+    kda_promote,
+)
 from tensorrt_llm._torch.modules.kda.recurrence import (
     KdaRecord,
     KdaTokens,
@@ -373,6 +379,20 @@ class ReplayScheme(_Scheme):
             ),
         )
 
+    def commit(self, layers: KdaLayerCache, slots: Tensor, counts: Tensor) -> None:
+        kda_commit_replay(
+            layers.temporal,
+            layers.conv,
+            layers.kda_conv_q,
+            layers.kda_conv_k,
+            layers.kda_conv_v,
+            layers.kda_qkg_cache,
+            layers.kda_v_cache,
+            layers.kda_beta_cache,
+            slots,
+            counts,
+        )
+
     def replay_pending(self, cache: KdaLayerCache, slots: Tensor, counts: Tensor, state: Tensor) -> Tensor:
         heads = (state.shape[-3], state.shape[-1])
 
@@ -431,10 +451,15 @@ class IntermediateScheme(_Scheme):
         cache.intermediate_ssm[slots, draft] = state
 
     def promote(self, layers: KdaLayerCache, slots: Tensor, counts: Tensor) -> bool:
-        index = slots.long()
-        state = self.replay_pending(layers, slots, counts, layers.temporal.index_select(-4, index))
-        layers.temporal.index_copy_(-4, index, state)
-        store_windows(layers, slots, load_windows(layers, slots, counts, layers.conv.shape[-1]))
+        kda_promote(
+            layers.temporal,
+            layers.kda_conv_q,
+            layers.kda_conv_k,
+            layers.kda_conv_v,
+            layers.intermediate_ssm,
+            slots,
+            counts,
+        )
         return True
 
 

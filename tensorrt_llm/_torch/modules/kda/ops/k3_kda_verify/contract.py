@@ -113,6 +113,44 @@ def check_round(
     return VerifyGeometry(requests=N, tokens=T, heads=H, head_dim=K, conv_width=W, drafts=M)
 
 
+def check_layers(
+    op: str, ssm: Tensor, conv_pool: Tensor | None, caches: tuple[Tensor, Tensor, Tensor],
+    drafts: tuple[DraftCache, ...], slots: Tensor, counts: Tensor,
+) -> None:  # fmt: skip
+    """What the ops over all layers take: every tensor [L, pool, ...], `drafts` with shapes after that.
+
+    ValueError in the name of `op` for shapes, dtypes or strides that it does not define.
+    """
+    check = _Checker(op)
+    wanted = {"ssm": (ssm, 5)} | {x.name: (x.tensor, 2 + len(x.shape)) for x in drafts}
+    if conv_pool is not None:
+        wanted["conv_pool"] = (conv_pool, 4)
+    for name, (tensor, dimensions) in wanted.items():
+        if tensor.dim() != dimensions:
+            check.refuse(
+                f"the number of dimensions of {name}", tensor.dim(), f"it must be {dimensions}, layers first"
+            )
+    L, pool, H, V, K = ssm.shape
+    columns = caches[0].shape[-1]
+    shapes: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+        f"cs_{part}": (cache, (L, pool, H * K, columns)) for part, cache in zip("qkv", caches, strict=True)
+    }
+    shapes |= {x.name: (x.tensor, (L, pool, *x.shape)) for x in drafts}
+    shapes["counts"] = (counts, tuple(slots.shape))
+    if conv_pool is not None:
+        shapes["conv_pool"] = (conv_pool, (L, pool, 3 * H * K, conv_pool.shape[-1]))
+    for name, (tensor, shape) in shapes.items():
+        check.shape(name, tensor, shape)
+    check.dense("ssm", ssm, 3)
+    for cache in drafts:
+        check.dense(cache.name, cache.tensor, cache.dense)
+    strides = [cache.stride() for cache in caches]
+    if len(set(strides)) > 1 or strides[0][2] != 1:
+        check.refuse("the strides of cs_q, cs_k, cs_v", strides, "they must be equal, channels contiguous")
+    check.index("slots", slots)
+    check.index("counts", counts)
+
+
 def why_only_reference(geometry: VerifyGeometry, proj: Tensor) -> str:
     """Why no kernel serves this call; empty if kernels do."""
     if geometry.drafts > MAX_DRAFTS:

@@ -27,7 +27,7 @@ ENTRY = OpEntry(
             name="triton",
             architectures=("cuda",),
             load=_load_triton,
-            sources=("kda_commit_pending/triton.py",),
+            sources=("k3_kda_verify/triton.py", "kda_commit_pending/triton.py"),
         ),
         Implementation(
             name="torch",

@@ -18,6 +18,19 @@ def _copy_window(pool, column_stride, cache, cache_column, first, channels, COLU
 
 
 @triton.jit
+def copy_windows(
+    pool, channel_stride, column_stride, cs_q, cs_k, cs_v, cache_column, first, channels,
+    D: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Columns `first` .. of a head's conv caches to its window in the pool, q | k | v sections of D channels;
+    `pool` and the caches point at the head's first channel."""
+    at = pool + channels * channel_stride
+    _copy_window(at, column_stride, cs_q, cache_column, first, channels, COLUMNS)
+    _copy_window(at + D * channel_stride, column_stride, cs_k, cache_column, first, channels, COLUMNS)
+    _copy_window(at + 2 * D * channel_stride, column_stride, cs_v, cache_column, first, channels, COLUMNS)
+
+
+@triton.jit
 def _commit_kernel(
     ssm, conv_pool, cs_q, cs_k, cs_v, state_tok, slots, counts,
     ssm_layer, ssm_slot, conv_layer, conv_slot, conv_channel, conv_column, cache_layer, cache_slot,
@@ -39,12 +52,12 @@ def _commit_kernel(
             records = state_tok + layer * tok_layer + slot * tok_slot + h * K
             tl.store(state, replay(tl.load(state), records, plane_stride, draft_stride, ch, values, p))
         if block == 0:
-            D: tl.constexpr = HEADS * K
-            pool = conv_pool + layer * conv_layer + slot * conv_slot + (h * K + ch) * conv_channel
+            pool = conv_pool + layer * conv_layer + slot * conv_slot + h * K * conv_channel
             at = layer * cache_layer + slot * cache_slot + h * K
-            _copy_window(pool, conv_column, cs_q + at, cache_column, p, ch, COLUMNS)
-            _copy_window(pool + D * conv_channel, conv_column, cs_k + at, cache_column, p, ch, COLUMNS)
-            _copy_window(pool + 2 * D * conv_channel, conv_column, cs_v + at, cache_column, p, ch, COLUMNS)
+            copy_windows(
+                pool, conv_channel, conv_column, cs_q + at, cs_k + at, cs_v + at, cache_column, p, ch,
+                HEADS * K, COLUMNS,
+            )  # fmt: skip
 
 
 def kda_commit_pending_triton(

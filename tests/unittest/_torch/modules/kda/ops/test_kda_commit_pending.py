@@ -28,13 +28,6 @@ SHAPE = CommitShape(layers=2, requests=2, heads=2)
 FUSES = DEVICE == "cuda"  # Triton's interpreter rounds the product and the sum
 
 
-def _cloned(inputs: CommitInputs) -> CommitInputs:
-    def copy(x: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
-
-    return CommitInputs(**{name: copy(getattr(inputs, name)) for name in CommitInputs.__dataclass_fields__})
-
-
 @pytest.fixture(params=["torch", "triton"])
 def run(request: pytest.FixtureRequest):
     return COMMIT.implementation(request.param).load()
@@ -43,7 +36,7 @@ def run(request: pytest.FixtureRequest):
 def test_states_and_windows_equal_the_reference(run) -> None:
     inputs = make_inputs(SHAPE, device=DEVICE)
     inputs.counts.copy_(torch.tensor([7, 3]))
-    expected = _cloned(inputs)
+    expected = inputs.copy()
     COMMIT.reference(*expected.arguments())
     run(*inputs.arguments())
     if FUSES:
@@ -56,7 +49,7 @@ def test_states_and_windows_equal_the_reference(run) -> None:
 def test_only_records_below_the_count_and_their_window_are_read(run, count: int) -> None:
     inputs = make_inputs(SHAPE, device=DEVICE)
     inputs.counts.fill_(count)
-    clean = _cloned(inputs)
+    clean = inputs.copy()
     inputs.state_tok[:, :, :, count:] = torch.nan
     for cache in (inputs.cs_q, inputs.cs_k, inputs.cs_v):
         cache[..., :count] = torch.nan
@@ -70,7 +63,7 @@ def test_only_records_below_the_count_and_their_window_are_read(run, count: int)
 def test_counts_are_per_request_and_other_slots_stay(run) -> None:
     inputs = make_inputs(SHAPE, device=DEVICE)
     inputs.counts.copy_(torch.tensor([0, 99]))
-    before = _cloned(inputs)
+    before = inputs.copy()
     run(*inputs.arguments())
     first, second = inputs.slots.tolist()
     third = ({0, 1, 2} - {first, second}).pop()
@@ -83,7 +76,7 @@ def test_counts_are_per_request_and_other_slots_stay(run) -> None:
 def test_a_slot_of_minus_one_is_skipped(run) -> None:
     inputs = make_inputs(SHAPE, device=DEVICE)
     inputs.slots.fill_(-1)
-    before = _cloned(inputs)
+    before = inputs.copy()
     run(*inputs.arguments())
     for name, tensor in inputs.mutable().items():
         assert same_bits(tensor, getattr(before, name)), name
