@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs compiled CuTe DSL kernels on the CPU: a PTX interpreter on numpy, for numerics, bounds and barriers.
 
-    from tests.ptx import emulated
-    run = emulated(compile_verify, VerifyConfig(split=8))     # compile(config, architecture, options)
-    run(proj, w_fb, ..., g_ext, out, 8, -5.0, scale, eps)     # CPU tensors, changed in place; None stays
-    run.with_seed(0)(...)                                     # warp by warp in a random order, to find races
-    run.with_ptx(run.ptx.replace("bar.sync \\t0;", ""))(...)  # other PTX behind the same host code
+    from tests.ptx import EmulatedKernels, emulated
+    run = CompiledVerify(EmulatedKernels(ENTRY.kernels))   # an op's "cute" implementation, whole
+    run(*inputs.arguments(), config=VerifyConfig(split=8))
 
-Any compile function of the DSL serves whose last two arguments are the architecture and an options string
-that it appends (`--enable-tvm-ffi` has to be among its own): shapes, strides, grid, cluster and shared memory
-come from the function's own host code, run against a stand-in of the CUDA runtime (`capture`). It takes gcc.
+    run = emulated(compile_verify, VerifyConfig(split=8))  # or a launcher: compile(config, arch, options)
+    run(proj, ..., g_ext, out, 8, -5.0, scale, eps)        # CPU tensors, changed in place; None stays
+    run.with_seed(0)(...)                                  # warp by warp in random order, to find races
+    run.with_ptx(run.ptx.replace("bar.sync", "//"))(...)   # other PTX behind the same host code
+
+Shapes, strides, grid, cluster and shared memory come from the function's own host code, which runs against a
+stand-in of the CUDA runtime (`capture`); that takes gcc. `compile` must have `--enable-tvm-ffi` among its
+options and append those it is given.
 
 What is checked, with the line of PTX, the instruction and the thread in the message (`PtxError`):
 
@@ -28,7 +31,7 @@ else is exact. `parse` reads PTX; `program` compiles instructions to closures, w
 instructions raise PtxError: add them there.
 """
 
-from tests.ptx.launch import Emulated, emulated
+from tests.ptx.launch import Emulated, EmulatedKernels, emulated
 from tests.ptx.parse import PtxError
 
-__all__ = ["Emulated", "PtxError", "emulated"]
+__all__ = ["Emulated", "EmulatedKernels", "PtxError", "emulated"]

@@ -103,6 +103,7 @@ def _link(compiled: Any, directory: Path) -> Path:
     command = [
         "gcc",
         "-shared",
+        "-Wl,-Bsymbolic",  # the process may hold the real tvm-ffi
         "-fPIC",
         "-O1",
         "-w",

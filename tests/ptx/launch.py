@@ -2,12 +2,14 @@
 """Runs compiled CuTe DSL functions on CPU tensors: `emulated` in place of a function's compile."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
+from tensorrt_llm._torch.modules.kda.ops.registry import CompiledKernels
 from tests.ptx import access, arithmetic, bulk, control, warp  # noqa: F401  they register their instructions
 from tests.ptx.capture import HostLauncher, Launch
 from tests.ptx.machine import Geometry, Machine, Order
@@ -75,13 +77,31 @@ def run_launch(program: Program, launch: Launch, memory: GlobalMemory, order: Or
         Machine(program, geometry, memory, indices[start : start + batch], order).run()
 
 
+@cache
 def emulated(
-    compile: Callable[..., Any], *arguments: Any, architecture: str = "sm_90a", seed: int | None = None
+    compile: Callable[..., Any], config: Any, architecture: str = "sm_90a", seed: int | None = None
 ) -> Emulated:
-    """`compile(*arguments, architecture, options)`, a compile function of an op, as a function on the CPU."""
+    """`compile(config, architecture, options)`, as `CompiledKernels` have it, for the CPU; compiled once."""
     with tempfile.TemporaryDirectory() as directory:
-        compiled = compile(*arguments, architecture, f"--keep-ptx --dump-dir {directory}")
+        compiled = compile(config, architecture, f"--keep-ptx --dump-dir {directory}")
         ptx = compiled.__ptx__
     kernels = parse(ptx)
     sizes = {name: kernel.parameter_bytes for name, kernel in kernels.items()}
     return Emulated(ptx, HostLauncher(compiled, sizes), kernels, seed)
+
+
+class EmulatedKernels:
+    """In place of an op's `KernelCache`: its launchers run on the CPU, under the schedule of `seed`."""
+
+    def __init__(
+        self, kernels: CompiledKernels, architecture: str = "sm_90a", seed: int | None = None
+    ) -> None:
+        self._kernels, self._architecture, self._seed = kernels, architecture, seed
+
+    def prepare(self, configs: Iterable[Any]) -> None:
+        for config in configs:
+            self.launcher(config)
+
+    def launcher(self, config: Any) -> Emulated:
+        """The configuration's kernel on the CPU."""
+        return emulated(self._kernels.compile, config, self._architecture).with_seed(self._seed)
