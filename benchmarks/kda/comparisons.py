@@ -4,13 +4,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from benchmarks.kda import sizes
-from benchmarks.kda.inputs import Layers, make_layers, named_arguments
+from benchmarks.kda.inputs import Arguments, Layers, make_layers
 from benchmarks.kda.rows import AFTER_PREDECESSOR, YARDSTICKS
 from benchmarks.kda.runs import (
     Machine,
@@ -109,7 +110,7 @@ def op_arms(arm: OpArm, size: Size, copies: int, machine: Machine) -> Iterator[A
         run = checked_run(arm.op, name, small_size(size), machine, arm.conv_dtype)
         if not shared:
             shared.append(make_layers(entry, size, copies, machine.device, **arm.options))
-        calls: list[Call] = [partial(run, *x.arguments()) for x in shared[0].inputs]
+        calls: list[Call] = [partial(run, *x.values()) for x in shared[0].arguments]
         return [*calls, *promotion(arm, shared[0], size, name, machine)]
 
     for name in names_of(arm.op, machine):
@@ -128,7 +129,7 @@ def promotion(arm: OpArm, layers: Layers, size: Size, name: str, machine: Machin
     run = checked_run("kda_promote", base if base in have else have[0], small_size(size), machine)
     counts = torch.tensor(sizes.pending_counts(size.n, size.p), dtype=torch.int32, device=machine.device)
     tensors = [layers.stacked[part] for part in ("ssm", "cs_q", "cs_k", "cs_v", "intermediate")]
-    return [partial(run, *tensors, layers.inputs[0].slots, counts)]
+    return [partial(run, *tensors, layers.arguments[0]["slots"], counts)]
 
 
 def predecessor_arms(arm: OpArm, size: Size, machine: Machine) -> Iterator[Arm]:
@@ -144,7 +145,7 @@ def predecessor_arms(arm: OpArm, size: Size, machine: Machine) -> Iterator[Arm]:
         if not name:
             return writers
         run = checked_run(arm.op, name, small_size(size), machine, arm.conv_dtype)
-        calls = [partial(run, *x.arguments()) for x in shared[0].inputs]
+        calls = [partial(run, *x.values()) for x in shared[0].arguments]
         return [call for pair in zip(writers, calls, strict=True) for call in pair]
 
     for name in dict.fromkeys(("", *names_of(arm.op, machine))):
@@ -230,12 +231,15 @@ def attn_arms(size: Size, machine: Machine) -> Iterator[Arm]:
 
     def projection_then_verify(name: str) -> list[Call]:
         run = checked_run("k3_kda_verify", name, small_size(size), machine)
-        verify = get_entry("k3_kda_verify").reference
+        names = [
+            name for name in signature(get_entry("k3_kda_verify").reference).parameters if name != "g_ext"
+        ]
 
-        def call(inputs: Any) -> object:
-            return run(*named_arguments(verify, inputs, proj=F.linear(inputs.x, inputs.w)))
+        def call(arguments: Arguments) -> object:
+            rows = {"proj": F.linear(arguments["x"], arguments["w"])}
+            return run(*(rows[name] if name in rows else arguments[name] for name in names))
 
-        return [partial(call, inputs) for inputs in layers().inputs]
+        return [partial(call, arguments) for arguments in layers().arguments]
 
     for name in implementation_names("k3_kda_verify", machine):
         yield Arm(

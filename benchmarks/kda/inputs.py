@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of any op of the catalog at a size: copies of a layer in stacked memory, and a float64 twin."""
+"""Arguments of any op of the catalog at a size, by name: layers in stacked memory, and a float64 result."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from inspect import signature
 from typing import Any
 
@@ -15,6 +15,9 @@ from tensorrt_llm._torch.modules.kda.ops.registry import OpEntry
 SHARED = ("slots", "pending")
 """What the layers of a model share; everything else is a layer's own."""
 _ALIGNMENT_ELEMENTS = 128
+
+Arguments = dict[str, Any]
+"""By the names of the reference's parameters, in the op's order."""
 
 
 def make_shape(entry: OpEntry, size: Size) -> Any:
@@ -31,37 +34,50 @@ def make_shape(entry: OpEntry, size: Size) -> Any:
     return kind(**{name: value for name, value in given.items() if name in known})
 
 
-def make_inputs(entry: OpEntry, size: Size, device: str, **options: Any) -> Any:
-    """The op's inputs at a size, with P of it."""
+def make_arguments(
+    entry: OpEntry, size: Size, device: str, **options: Any
+) -> tuple[Arguments, tuple[str, ...]]:
+    """The op's arguments at a size, with P of it, and the names of those that it writes."""
     inputs = entry.make_inputs(make_shape(entry, size), device=device, **options)
-    if "pending" in {field.name for field in fields(inputs)}:
+    found = dict(zip(signature(entry.reference).parameters, inputs.arguments(), strict=False))
+    if "pending" in found:
         counts = torch.tensor(pending_counts(size.n, size.p), dtype=torch.int32, device=device)
-        inputs.pending.zero_()
-        inputs.pending[inputs.slots.long()] = counts
-    return inputs
+        found["pending"].zero_()
+        found["pending"][found["slots"].long()] = counts
+    return found, tuple(inputs.mutable())
 
 
-def as_float64(inputs: Any) -> Any:
-    """A float64 twin on the CPU. A folded f_b product is rounded to the dtype of the rows, as the ops do."""
-    names = {field.name for field in fields(inputs)}
-    double = _mapped(inputs, lambda x: x.cpu().double() if x.is_floating_point() else x.cpu().clone())
-    if not {"proj", "g_ext"} <= names or double.g_ext is not None:
-        return double
-    D, K = inputs.w_fb.shape
-    product = double.proj[:, 4 * D : 4 * D + K] @ double.w_fb.T
-    return replace(double, g_ext=product.to(inputs.proj.dtype).double())
+def expected(entry: OpEntry, arguments: Arguments, verify: Callable[..., Any]) -> tuple[Any, Arguments]:
+    """The result in float64 on the CPU, and the twin of the arguments, written as the op would.
+
+    Products that the ops round to the dtype of the rows are rounded likewise: the projection of an op that
+    takes x and w (whose reference is then `verify` on the rows), and that with f_b.
+    """
+    double = {name: _to_double(x) for name, x in arguments.items()}
+    run, given, dtype = entry.reference, double, None
+    if {"x", "w"} <= double.keys():
+        run, dtype = verify, arguments["x"].dtype
+        given = double | {"proj": (double["x"] @ double["w"].T).to(dtype).double()}
+    elif "proj" in double:
+        dtype = arguments["proj"].dtype
+    if dtype is not None and given.get("g_ext") is None:
+        D, K = given["w_fb"].shape
+        product = given["proj"][:, 4 * D : 4 * D + K] @ given["w_fb"].T
+        given = given | {"g_ext": product.to(dtype).double()}
+    return run(**{name: given[name] for name in signature(run).parameters if name in given}), double
 
 
-def _mapped(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    values = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-    return replace(inputs, **{name: change(x) for name, x in values.items() if isinstance(x, Tensor)})
+def _to_double(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    return x.cpu().double() if x.is_floating_point() else x.cpu().clone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """Copies of a layer: `stacked` holds their tensors [layers, ...], `inputs` the arguments of each."""
+    """Copies of a layer: `stacked` holds their tensors [layers, ...], `arguments` those of each as views."""
 
-    inputs: list[Any]
+    arguments: list[Arguments]
     stacked: dict[str, Tensor]
 
 
@@ -75,20 +91,12 @@ def _stack(x: Tensor, copies: int) -> Tensor:
 
 def make_layers(entry: OpEntry, size: Size, copies: int, device: str, **options: Any) -> Layers:
     """Copies of a layer with rows (or activations) and states of their own."""
-    first = make_inputs(entry, size, device, **options)
-    values = {field.name: getattr(first, field.name) for field in fields(first)}
+    first, _ = make_arguments(entry, size, device, **options)
     stacked = {
-        name: _stack(x, copies) for name, x in values.items() if isinstance(x, Tensor) and name not in SHARED
+        name: _stack(x, copies) for name, x in first.items() if isinstance(x, Tensor) and name not in SHARED
     }
     for name in ("proj", "x", "ssm"):
         if name in stacked:
             stacked[name].normal_()
-    inputs = [replace(first, **{name: x[i] for name, x in stacked.items()}) for i in range(copies)]
-    return Layers(inputs=inputs, stacked=stacked)
-
-
-def named_arguments(run: Callable[..., Any], inputs: Any, **others: Any) -> tuple[Any, ...]:
-    """The values that another op's inputs hold for a callable's positional parameters, `others` first."""
-    known = {field.name: getattr(inputs, field.name) for field in fields(inputs)} | others
-    parameters = signature(run).parameters.values()
-    return tuple(known.get(x.name, x.default) for x in parameters if x.kind != x.KEYWORD_ONLY)
+    layers = [first | {name: x[i] for name, x in stacked.items()} for i in range(copies)]
+    return Layers(arguments=layers, stacked=stacked)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kda.inputs import as_float64, make_inputs
+from benchmarks.kda.inputs import expected, make_arguments
 from benchmarks.kda.sizes import Size
 from tensorrt_llm._torch.modules.kda.ops import packs
 from tensorrt_llm._torch.modules.kda.ops.catalog import OPS
@@ -113,12 +113,11 @@ def checked_run(
     """
     run, options = load_run(op, name, machine), {} if conv_dtype is None else {"conv_dtype": conv_dtype}
     entry = get_entry(op)
-    inputs = make_inputs(entry, size, machine.device, **options)
-    exact = as_float64(inputs)
-    want = entry.reference(*exact.arguments())
-    got = run(*inputs.arguments())
+    arguments, written = make_arguments(entry, size, machine.device, **options)
+    want, exact = expected(entry, arguments, OPS["k3_kda_verify"].reference)
+    got = run(*arguments.values())
     errors = {} if got is None else {"output": relative_error(got, want.to(got.dtype))}
-    errors |= {name: relative_error(x, exact.mutable()[name]) for name, x in inputs.mutable().items()}
+    errors |= {name: relative_error(arguments[name], exact[name]) for name in written}
     limits = dict.fromkeys(errors, entry.tolerance.folded) | {"output": entry.tolerance.output}
     wrong = {name: f"{error:.1e}" for name, error in errors.items() if error > limits[name]}
     assert not wrong, f"it differs from the reference in {wrong}"

@@ -98,16 +98,16 @@ def test_the_standard_sizes_are_those_that_the_goals_name() -> None:
 def test_layers_share_slots_and_counts_and_nothing_else() -> None:
     size = Size(n=3, h=1, t=2, p=5)
     layers = make_layers(OPS["kda_mtp_decode"], size, 2, "cpu")
-    first, second = layers.inputs
-    assert first.slots is second.slots and first.pending is second.pending
-    assert first.pending[first.slots.long()].tolist() == [5, 5, 5]
+    first, second = layers.arguments
+    assert first["slots"] is second["slots"] and first["pending"] is second["pending"]
+    assert first["pending"][first["slots"].long()].tolist() == [5, 5, 5]
     for name in ("proj", "ssm", "cs_q", "qkg_cache", "w_fb"):
-        a, b = getattr(first, name), getattr(second, name)
+        a, b = first[name], second[name]
         assert a.stride() == b.stride() and b.data_ptr() > a.data_ptr(), name
         assert (b.data_ptr() - a.data_ptr()) % 128 == 0, name
-    assert first.cs_q.stride(1) == 1 and not torch.equal(first.ssm, second.ssm)
+    assert first["cs_q"].stride(1) == 1 and not torch.equal(first["ssm"], second["ssm"])
     layers.stacked["ssm"][1] = 0
-    assert not second.ssm.any() and first.ssm.any()
+    assert not second["ssm"].any() and first["ssm"].any()
 
 
 def test_a_dry_run_times_every_arm_and_its_rows_keep_the_schema(tmp_path: Path) -> None:
