@@ -22,6 +22,7 @@ from tensorrt_llm._torch.modules.kda.ops.kda_decode.launch import SPLITS, Decode
 from tensorrt_llm._torch.modules.kda.ops.registry import CUTE_ARCHITECTURES
 from tensorrt_llm._torch.modules.kda.ops.selection import architecture_of
 from tensorrt_llm.envs import kernel_pack
+from tests.ptx import EmulatedKernels
 from tests.unittest._torch.modules.kda.ops.harness import (
     DEVICE,
     Run,
@@ -36,28 +37,52 @@ OUTPUT_TOLERANCE = TOLERANCE.output * (1 if DEVICE == "cuda" else 2)
 
 
 def decode_runs() -> list[Any]:
-    """pytest parameters: what can run here, named. On a GPU the CuTe kernel comes in every launch."""
-    names = ["torch", "triton"]
-    if DEVICE == "cuda" and architecture_of(torch.device("cuda")) in CUTE_ARCHITECTURES:
-        names = ["triton", *(f"cute-split{split}" for split in SPLITS)]
-    return [pytest.param(name, id=name) for name in names]
+    """pytest parameters: what can run here, named.
+
+    The CuTe kernel comes in every launch; on a CPU its PTX is interpreted, the outermost launches in every
+    run and the rest where there is time.
+    """
+    if DEVICE == "cuda":
+        cute = architecture_of(torch.device("cuda")) in CUTE_ARCHITECTURES
+        names = ["triton", *(f"cute-split{split}" for split in SPLITS)] if cute else ["triton", "torch"]
+        return [pytest.param(name, id=name) for name in names]
+    interpreted = [
+        pytest.param(
+            f"cute-split{split}",
+            id=f"cute-split{split}",
+            marks=[pytest.mark.slow] if split in (2, 4) else [],
+        )
+        for split in SPLITS
+    ]
+    return [pytest.param("torch", id="torch"), pytest.param("triton", id="triton"), *interpreted]
+
+
+def _kernels() -> Any:
+    """The CuTe kernels of this machine: interpreted without a GPU, else from a pack or compiled."""
+    assert DECODE.kernels is not None
+    if DEVICE == "cpu":
+        return EmulatedKernels(DECODE.kernels)
+    directory, architecture = kernel_pack(), architecture_of(torch.device("cuda"))
+    pack = packs.open_pack(directory, architecture, DECODE.name, DECODE.kernel_sources) if directory else None
+    return KernelCache(DECODE.kernels, pack)
 
 
 def load_decode(name: str) -> Run:
     """The callable behind a name of `decode_runs`."""
     base, _, launch = name.partition("-")
-    run = DECODE.implementation(base).load()
     if base != "cute":
-        return run
-    directory, architecture = kernel_pack(), architecture_of(torch.device("cuda"))
-    pack = packs.open_pack(directory, architecture, DECODE.name, DECODE.kernel_sources) if directory else None
-    assert DECODE.kernels is not None
-    compiled = run(KernelCache(DECODE.kernels, pack))
-    base_config = DecodeConfig(split=int(launch[5:]))
+        return DECODE.implementation(base).load()
+    pytest.importorskip("cutlass")
+    return cute_run(int(launch[5:]), _kernels())
+
+
+def cute_run(split: int, kernels: Any) -> Run:
+    """The op through one launch of its CuTe kernels."""
+    compiled = DECODE.implementation("cute").load()(kernels)
 
     def call(*arguments: Any) -> Tensor:
         external = len(arguments) > 14 and arguments[14] is not None
-        return compiled(*arguments, config=replace(base_config, external_gate=external))
+        return compiled(*arguments, config=DecodeConfig(split=split, external_gate=external))
 
     return call
 

@@ -23,12 +23,14 @@ from tensorrt_llm._torch.modules.kda.ops.registry import CUTE_ARCHITECTURES
 from tensorrt_llm._torch.modules.kda.recurrence import KdaWeights
 from tensorrt_llm._torch.modules.kda.verify_scheme import KdaRows, decode
 from tensorrt_llm.commands.kernels import compile_kernel
+from tests.ptx import Emulated, EmulatedKernels, emulated
 from tests.unittest._torch.modules.kda.ops.decode_harness import (
     DECODE,
     OUTPUT_TOLERANCE,
     TOLERANCE,
     Steps,
     assert_close,
+    cute_run,
     decode_runs,
     load_decode,
     shape_of,
@@ -185,6 +187,25 @@ def test_a_repeat_gives_the_same_bits(run) -> None:
     assert same_bits(run(*first.arguments()), run(*second.arguments()))
     for name, tensor in first.mutable().items():
         assert same_bits(tensor, second.mutable()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("split", "seed"), [(8, 0), *(pytest.param(s, 1, marks=pytest.mark.slow) for s in SPLITS)]
+)
+def test_no_order_of_the_warps_changes_a_bit(split: int, seed: int) -> None:
+    """The interpreted kernel under random schedules, CTAs of a cluster starting apart, -1 among the slots."""
+    pytest.importorskip("cutlass")
+    inputs = make_inputs(shape_of(3, heads=1, layers=2))
+    inputs.slots[1] = -1
+    lockstep, apart = move(inputs, "cpu"), move(inputs, "cpu")
+    want = cute_run(split, EmulatedKernels(DECODE.kernels))(*lockstep.arguments())
+
+    def launcher(config: DecodeConfig) -> Emulated:
+        return emulated(DECODE.kernels.compile, config).with_seed(seed, apart=True)
+
+    assert same_bits(cute_run(split, SimpleNamespace(launcher=launcher))(*apart.arguments()), want)
+    for name, tensor in lockstep.mutable().items():
+        assert same_bits(tensor, apart.mutable()[name]), name
 
 
 def test_the_torch_op_runs_what_the_function_runs() -> None:
