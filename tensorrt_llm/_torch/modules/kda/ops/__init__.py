@@ -5,6 +5,7 @@ Importing this registers the torch ops under `trtllm::` and loads neither Triton
 `catalog.OPS` lists what there is.
 """
 
+from tensorrt_llm._torch.modules.kda.ops.k3_kda_attn.op import k3_kda_attn as k3_kda_attn
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.op import k3_kda_verify as k3_kda_verify
 from tensorrt_llm._torch.modules.kda.ops.kda_commit_pending.op import kda_commit_pending as kda_commit_pending
 from tensorrt_llm._torch.modules.kda.ops.kda_commit_replay.op import kda_commit_replay as kda_commit_replay
@@ -17,6 +18,7 @@ from tensorrt_llm._torch.modules.kda.ops.kda_prefill.op import kda_prefill as kd
 from tensorrt_llm._torch.modules.kda.ops.kda_promote.op import kda_promote as kda_promote
 
 __all__ = [
+    "k3_kda_attn",
     "k3_kda_verify",
     "kda_commit_pending",
     "kda_commit_replay",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every op of this package, by name: what tests, benchmarks and the pack builder go through."""
 
+from tensorrt_llm._torch.modules.kda.ops.k3_kda_attn.entry import ENTRY as _ATTN
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.entry import ENTRY as _VERIFY
 from tensorrt_llm._torch.modules.kda.ops.kda_commit_pending.entry import ENTRY as _COMMIT
 from tensorrt_llm._torch.modules.kda.ops.kda_commit_replay.entry import ENTRY as _COMMIT_REPLAY
@@ -13,5 +14,15 @@ from tensorrt_llm._torch.modules.kda.ops.registry import OpEntry
 
 OPS: dict[str, OpEntry] = {
     entry.name: entry
-    for entry in (_VERIFY, _REPLAY, _INTERMEDIATE, _COMMIT, _COMMIT_REPLAY, _PROMOTE, _DECODE, _PREFILL)
+    for entry in (
+        _VERIFY,
+        _ATTN,
+        _REPLAY,
+        _INTERMEDIATE,
+        _COMMIT,
+        _COMMIT_REPLAY,
+        _PROMOTE,
+        _DECODE,
+        _PREFILL,
+    )
 }
