@@ -27,7 +27,7 @@ from tests.unittest._torch.executor.tiny_kimi import (
     tiny_request,
 )
 
-SCHEMES: tuple[VerifySchemeName, ...] = ("records", "replay", "intermediate")
+SCHEMES: tuple[VerifySchemeName | None, ...] = ("records", "replay", "intermediate", None)
 SAMPLINGS = (
     SamplingSpec(),
     SamplingSpec(temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, seed=1),
@@ -42,11 +42,16 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "host_values", lambda tensor: None)
 
 
-def rig_with_requests(scheme: VerifySchemeName, device: str = "cpu") -> TinyRig:
-    """Four requests that are sampled in different ways; drafts of all lengths, some of them right."""
+def rig_with_requests(
+    scheme: VerifySchemeName | None, device: str = "cpu", for_kernels: bool = False
+) -> TinyRig:
+    """Four requests that are sampled in different ways; drafts of all lengths, some of them right, or none
+    where no scheme is named.
+    """
     texts = {i: [(i + j) % VOCAB_SIZE for j in range(60)] for i in range(len(SAMPLINGS))}
     script = [(3, 2), (0, 0), (7, 3), (1, 1), (7, 7)]
-    rig = make_tiny_rig(scheme=scheme, spec=scripted_speculation(texts, script), device=device)
+    spec = None if scheme is None else scripted_speculation(texts, script)
+    rig = make_tiny_rig(scheme=scheme or "replay", spec=spec, device=device, for_kernels=for_kernels)
     for i, sampling in enumerate(SAMPLINGS):
         rig.submit(tiny_request(i, 5 + i, 60, sampling))
     return rig
@@ -64,7 +69,7 @@ def run_guarded(rig: TinyRig, num_steps: int) -> NoWaiting:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_decode_step_reads_the_chosen_tokens_and_nothing_else(
-    scheme: VerifySchemeName, monkeypatch: pytest.MonkeyPatch
+    scheme: VerifySchemeName | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_on_a_device(monkeypatch)
     rig = rig_with_requests(scheme)
@@ -77,7 +82,7 @@ def test_a_decode_step_reads_the_chosen_tokens_and_nothing_else(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_prefill_step_does_not_wait_either(
-    scheme: VerifySchemeName, monkeypatch: pytest.MonkeyPatch
+    scheme: VerifySchemeName | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_on_a_device(monkeypatch)
     rig = rig_with_requests(scheme)
@@ -90,7 +95,7 @@ def test_a_prefill_step_does_not_wait_either(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_both_forms_of_a_step_give_the_same_text(
-    scheme: VerifySchemeName, monkeypatch: pytest.MonkeyPatch
+    scheme: VerifySchemeName | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = rig_with_requests(scheme).run()
     as_on_a_device(monkeypatch)
@@ -151,12 +156,13 @@ def test_each_fault_put_back_is_found(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("for_kernels", [True, False])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_loop_does_not_wait_for_the_device(
-    scheme: VerifySchemeName, monkeypatch: pytest.MonkeyPatch
+    scheme: VerifySchemeName | None, for_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same on a GPU, where torch itself raises on a wait; reads of the chosen tokens are let through."""
-    rig = rig_with_requests(scheme, device="cuda")
+    rig = rig_with_requests(scheme, device="cuda", for_kernels=for_kernels)
     for function in ("sample", "token_logprobs"):
         owner = Sampler if function == "sample" else sampler
         monkeypatch.setattr(owner, function, let_wait(getattr(owner, function)))

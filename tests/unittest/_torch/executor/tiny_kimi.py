@@ -60,15 +60,23 @@ TINY_CONFIG = {
 
 
 @cache
-def tiny_model(device: str = "cpu") -> KimiForCausalLM:
-    """The model in fp32; its verify scheme is whatever was last asked of `make_tiny_rig`."""
-    model = KimiForCausalLM(parse_config(TINY_CONFIG), torch.float32)
+def tiny_model(device: str = "cpu", for_kernels: bool = False) -> KimiForCausalLM:
+    """The model in fp32; its verify scheme is whatever was last asked of `make_tiny_rig`.
+
+    `for_kernels`: in bf16, with KDA heads of the width that kernels serve.
+    """
+    linear = TINY_CONFIG["linear_attn_config"] | ({"head_dim": 128} if for_kernels else {})
+    config = parse_config(TINY_CONFIG | {"linear_attn_config": linear})
+    model = KimiForCausalLM(config, torch.bfloat16 if for_kernels else torch.float32)
     random = torch.Generator().manual_seed(3)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             fan_in = parameter.shape[-1] if parameter.dim() > 1 else 1
             parameter.data.copy_(torch.randn(parameter.shape, generator=random) * 1.6 / fan_in**0.5)
-    return model.to(device).eval().requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)
+    if for_kernels:
+        model.prepare()
+    return model
 
 
 @dataclass(slots=True, kw_only=True)
@@ -113,6 +121,7 @@ def make_tiny_rig(
     max_util_for_resume: float = 0.95,
     enable_chunked_prefill: bool = True,
     device: str = "cpu",
+    for_kernels: bool = False,
 ) -> TinyRig:
     """An executor as `create_py_executor` builds it. A drafter of one's own goes into a User_Provided
     spec.
@@ -136,7 +145,7 @@ def make_tiny_rig(
         random_seed=5,
     )
     resolved = resolve_config_scheme(config)
-    executor = build_py_executor(config, resolved, tiny_model(device), torch.device(device))
+    executor = build_py_executor(config, resolved, tiny_model(device, for_kernels), torch.device(device))
     manager = executor._cache
     assert isinstance(manager, MambaHybridCacheManagerV2)
     return TinyRig(executor=executor, manager=manager)

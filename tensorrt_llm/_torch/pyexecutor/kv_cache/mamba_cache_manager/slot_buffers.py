@@ -8,7 +8,7 @@ local recurrent layers, slots of the state pool.
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,13 @@ def stack_layers(views: Sequence[Tensor]) -> Tensor:
     )
     step = next(iter(steps)) // first.itemsize if steps else 0
     return first.as_strided((len(views), *first.shape), (step, *first.stride()))
+
+
+class _SlotIndex(NamedTuple):
+    """Slots [n] on the device: int32 for the schemes' ops, int64 for torch's."""
+
+    int32: Tensor
+    int64: Tensor
 
 
 class SlotBuffers:
@@ -61,7 +68,7 @@ class SlotBuffers:
         }
         self.num_accepted = torch.zeros(num_slots, dtype=COUNT_DTYPE, device=device)
         self._last_slots: list[int] = []
-        self._last_index = to_device([], device, torch.int32)
+        self._last_index = self._index_of(to_device([], device, torch.int32))
         self._all_layers = SpeculativeState(
             conv=stack_layers(conv),
             temporal=stack_layers(temporal),
@@ -88,7 +95,7 @@ class SlotBuffers:
         """
         if not old:
             return
-        sources, targets = self._index(old), self._index(new)
+        sources, targets = self._index(old).int64, self._index(new).int64
         for tensor in self.tensors.values():
             tensor[:, targets] = tensor[:, sources]
         self.num_accepted[targets] = self.num_accepted[sources]
@@ -96,7 +103,7 @@ class SlotBuffers:
     def reset(self, slots: Sequence[int]) -> None:
         """Nothing is pending in these slots any more. Writes the counts alone."""
         if slots:
-            self.num_accepted.index_fill_(0, self._index(slots).long(), 0)
+            self.num_accepted.index_fill_(0, self._index(slots).int64, 0)
 
     def seed(self, slots: Sequence[int]) -> None:
         """Start these slots over from the pool: committed windows copied in, draft columns zeroed, nothing
@@ -107,7 +114,7 @@ class SlotBuffers:
         """
         if not slots:
             return
-        index = self._index(slots).long()
+        index = self._index(slots).int64
         for spec in self._specs:
             if spec.reseeded:
                 self.tensors[spec.name].index_fill_(1, index, 0)
@@ -119,9 +126,9 @@ class SlotBuffers:
         nothing is pending.
         """
         index = self._index(slots)
-        counts = self.num_accepted[index].clamp_(0, self.geometry.num_spec)
-        self.scheme.commit(self._all_layers, index, counts)
-        self.num_accepted.index_fill_(0, index.long(), 0)
+        counts = self.num_accepted[index.int64].clamp_(0, self.geometry.num_spec)
+        self.scheme.commit(self._all_layers, index.int32, counts)
+        self.num_accepted.index_fill_(0, index.int64, 0)
 
     def record_acceptance(self, slots: Sequence[int] | Tensor, num_drafts: Tensor) -> None:
         """Store how many drafts of the round were accepted (int [n], clamped to [0, M]) in each of n slots.
@@ -129,19 +136,21 @@ class SlotBuffers:
         A scheme that goes to the accepted draft at once does so here, and leaves nothing pending. The host
         does not wait for the device.
         """
-        index = slots.to(torch.int32) if isinstance(slots, Tensor) else self._index(slots)
+        index = self._index_of(slots) if isinstance(slots, Tensor) else self._index(slots)
         counts = num_drafts.to(self.num_accepted).clamp(0, self.geometry.num_spec)
-        self.num_accepted[index] = counts
-        if self.scheme.promote(self._all_layers, index, counts):
-            self.num_accepted.index_fill_(0, index.long(), 0)
+        self.num_accepted.index_copy_(0, index.int64, counts)
+        if self.scheme.promote(self._all_layers, index.int32, counts):
+            self.num_accepted.index_fill_(0, index.int64, 0)
 
-    def _index(self, slots: Sequence[int]) -> Tensor:
-        """The slots as int32 [n] on the device."""
+    def _index(self, slots: Sequence[int]) -> _SlotIndex:
         # A batch that goes on generating has the same slots step after step: its index stays on the device.
-        if list(slots) != self._last_slots:
+        if slots != self._last_slots:
             self._last_slots = list(slots)
-            self._last_index = to_device(slots, self.num_accepted.device, torch.int32)
+            self._last_index = self._index_of(to_device(slots, self.num_accepted.device, torch.int32))
         return self._last_index
+
+    def _index_of(self, slots: Tensor) -> _SlotIndex:
+        return _SlotIndex(int32=slots.to(torch.int32), int64=slots.to(torch.int64))
 
 
 class HasSideBuffers(Protocol):
