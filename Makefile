@@ -7,6 +7,9 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check --constra
 
 MODEL  ?= kimi-k3-tiny
 ARGS   ?=
+# With a limit in seconds, test-gpu and bench-gpu do what the run before has left; and where figures go.
+LIMIT     ?=
+BENCH_OUT ?= benchmarks/results/kda_h200.json
 # Kernels beyond torch are installed for serving where there is a GPU to run them.
 SERVE_EXTRAS ?= $(if $(shell command -v nvidia-smi),gpu)
 
@@ -20,13 +23,14 @@ SERVE_STAMP   := $(if $(wildcard $(TEST_STAMP)),$(TEST_STAMP),$(RUNTIME_STAMP))
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .NOTPARALLEL:
-.PHONY: help serve test check test-unit test-slow test-gpu format setup clean
+.PHONY: help serve test check test-unit test-slow test-gpu bench-gpu format setup clean
 
 help:
 	@echo 'make serve      start the server with $(MODEL) (MODEL=..., ARGS="--port 8001 ...")'
 	@echo 'make test       make check, then every test that needs neither a GPU nor minutes'
 	@echo 'make check      format, lint, types, size budget, import arrows'
 	@echo 'make test-slow  the long tests; make test-gpu: the tests of the kernels, on a machine with a GPU'
+	@echo 'make bench-gpu  the figures of the kernels; with LIMIT=120 both go on where the last run stopped'
 	@echo 'make format     rewrite the sources in the one format'
 
 serve: $(SERVE_STAMP)
@@ -42,7 +46,11 @@ test-slow: $(TEST_STAMP)
 
 test-gpu: $(TEST_STAMP)
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m cuda --ignore=tests/unittest/_torch/modules/kda/ops $(ARGS)
-	$(TEST_ENV) $(BIN)/python -m tests.gpu_receipt
+	$(TEST_ENV) $(BIN)/python -m tests.gpu_receipt $(if $(LIMIT),--seconds $(LIMIT))
+
+# Code 3 (make: Error 3): time is up, run it again to go on.
+bench-gpu: $(TEST_STAMP)
+	$(BIN)/python -m benchmarks.kda --all --out $(BENCH_OUT) $(if $(LIMIT),--seconds $(LIMIT))
 
 check: $(TEST_STAMP)
 	$(BIN)/ruff format --check .
@@ -51,6 +59,7 @@ check: $(TEST_STAMP)
 	$(BIN)/python tools/size.py --check
 	$(TEST_ENV) $(BIN)/python -m pytest -q tests/architecture
 	$(BIN)/python -m tests.gpu_receipt --check
+	$(BIN)/python -m benchmarks.kda --check --out $(BENCH_OUT)
 
 format: $(TEST_STAMP)
 	$(BIN)/ruff format .
