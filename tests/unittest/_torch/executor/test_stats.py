@@ -2,8 +2,10 @@
 import json
 from datetime import datetime
 
+from tensorrt_llm._torch.pyexecutor.stats import StepSummary
 from tensorrt_llm._torch.speculative.interface import SpeculationSpec
 from tests.unittest._torch.executor.fakes import Rig, ScriptedDrafter, make_request, make_rig
+from tests.unittest._torch.executor.tiny_kimi import make_tiny_rig
 
 TOP_LEVEL_KEYS = {
     "timestamp",
@@ -124,3 +126,32 @@ def test_numbers_of_a_prompt_and_of_rounds() -> None:
     assert third["specDecodingStats"]["numRequestsWithDraftTokens"] == 0  # type: ignore[index]
     assert third["specDecodingStats"]["acceptanceLength"] == 1  # type: ignore[index]
     assert (last["numActiveRequests"], last["numCompletedRequests"]) == (0, 1)
+
+
+def test_acceptance_is_summed_then_divided() -> None:
+    """1 of 2 drafts and 9 of 10 are 10 of 12, 83.33 %, not the mean of 50 % and 90 %."""
+    summary = StepSummary(iteration=0, started_at=0.0)
+    for num_drafts, num_accepted in ((2, 1), (10, 9), (0, 0)):
+        summary.note_round(num_drafts, num_accepted)
+    assert (summary.draft_tokens, summary.accepted_tokens, summary.num_drafted) == (12, 10, 2)
+    rig = drafting_rig([(2, 1), (7, 7)])
+    rig.submit(make_request(prompt_len=9, max_tokens=40))
+    rig.run()
+    found = rig.executor.snapshot()
+    assert found.draft_tokens_total == sum(found.drafted_by_position)
+    assert found.accepted_tokens_total == sum(found.accepted_by_position)
+    steps = [step["specDecodingStats"] for step in rig.executor.get_stats()]
+    assert sum(step["numDraftTokens"] for step in steps) == found.draft_tokens_total
+    assert sum(step["numAcceptedTokens"] for step in steps) == found.accepted_tokens_total
+
+
+def test_capacity_is_told_in_tokens_that_attention_holds() -> None:
+    """Of a hybrid only the attention pages hold tokens; states count as slots, never as tokens."""
+    rig = make_tiny_rig()
+    stats, found = rig.manager.get_kv_cache_stats(), rig.executor.snapshot()
+    tokens = rig.manager.num_attention_pages * rig.manager.tokens_per_block
+    assert stats.max_num_blocks * stats.tokens_per_block == tokens
+    assert found.max_pages * found.tokens_per_page == tokens
+    assert rig.manager.get_num_available_tokens() == tokens
+    assert rig.executor.description.ssm_slots == rig.manager.num_state_slots
+    rig.executor.shutdown()

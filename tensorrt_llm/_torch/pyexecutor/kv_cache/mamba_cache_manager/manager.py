@@ -202,8 +202,9 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
 
         `num_accepted_tokens` int [rows] counts the golden token.
 
-        Rows of context requests are skipped, and dummies keep their counts. `state_indices` are the slots of
-        all rows, if other than the step's. Does not wait for the device.
+        Rows of context requests are skipped, as are those of requests that were suspended or freed since, and
+        dummies keep their counts. `state_indices` are the slots of all rows, if other than the step's. Does
+        not wait for the device.
         """
         if accepted_leaf_positions is not None:
             raise ValueError(
@@ -213,11 +214,14 @@ class MambaHybridCacheManagerV2(RecurrentStorage):
             return
         first = attn_metadata.num_contexts
         ids = list(attn_metadata.request_ids or ())
-        rows = [row for row in range(first, len(ids)) if not self._map.is_dummy.get(ids[row], True)]
+        known = self._map.state_index
+        rows = [
+            row for row in range(first, len(ids)) if ids[row] in known and not self._map.is_dummy[ids[row]]
+        ]
         real_ids = [ids[row] for row in rows]
         slots: Sequence[int] | Tensor
         if state_indices is None:
-            slots = [self._map.state_index[request_id] for request_id in real_ids]
+            slots = [known[request_id] for request_id in real_ids]
         elif isinstance(state_indices, Tensor):
             slots = state_indices[to_device(rows, state_indices.device)]
         else:
