@@ -6,7 +6,8 @@ distinct bytes (283 / 164 / 90 / 48 for the verify ops at N 1 / 2 / 4 / >= 8), s
 caches, rows and weights in HBM; slots and pending counts are shared by the layers, as in a model. The graphs
 of all arms of one size are replayed in turn; a figure is the median over turns of replay time / calls, the
 spread the distance between the quartiles. Every arm is first compared with its reference, and a copy must
-reach 3.6 TB/s at N 64; else no figure is printed.
+reach 3.6 TB/s at N 64; else no figure is printed. Prompts are not captured, as the engine does not either:
+their arms' calls are launched one by one.
 
 Comparisons, each with the ops of `catalog.OPS` that it finds and a `copy` of the bytes of its first op:
 

@@ -15,6 +15,7 @@ import torch
 
 import benchmarks.kda as package
 from benchmarks.kda.comparisons import ARM_NAMES, COMPARISONS, Arm, comparison_of, copy_arms
+from benchmarks.kda.goals import goals_table
 from benchmarks.kda.rows import (
     AFTER_PREDECESSOR,
     YARDSTICKS,
@@ -76,7 +77,7 @@ class Session:
         for copies, arms in by_copies.items():
             prepared = {}
             for label, arm in arms.items():
-                ready = self.attempt(label, lambda arm=arm: self.timer.prepare(arm.make()))
+                ready = self.attempt(label, lambda arm=arm: self.timer.prepare(arm.make(), arm.is_captured))
                 if ready is not None:
                     prepared[label] = ready
             figures |= self.attempt("timing", lambda p=prepared, c=copies: self.timer.time(p, c)) or {}
@@ -186,18 +187,21 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="every arm once, tiny, on the CPU, in torch")
     parser.add_argument("--check", action="store_true", help="name the figures in --out of other sources")
+    parser.add_argument("--goals", action="store_true", help="say which goals the figures in --out meet")
     parser.add_argument("--carry", nargs="+", help="give --out's rows of these implementations today's hash")
     return parser
 
 
 def keep_books(options: argparse.Namespace) -> int:
-    """`--check` and `--carry`: nothing is measured."""
+    """`--check`, `--goals` and `--carry`: nothing is measured."""
     rows = read_rows(options.out)
     if options.carry:
         rows = carry(rows, options.carry)
         write_rows(options.out, rows)
     for line in findings(rows) if options.check else ():
         print(f"{options.out.name}: {line}")
+    if options.goals:
+        print(goals_table(rows))
     return DONE
 
 
@@ -246,9 +250,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """0: done; 1: an arm failed, the others are there; 3: time is up."""
     parser = make_parser()
     options = parser.parse_args(argv)
-    if options.check or options.carry:
+    if options.check or options.goals or options.carry:
         if options.out is None:
-            parser.error("--check and --carry need --out")
+            parser.error("--check, --goals and --carry need --out")
         return keep_books(options)
     try:
         wanted_sizes(options)

@@ -43,7 +43,8 @@ PREDECESSOR_COPIES = 12
 class Arm:
     """One sequence of calls to be timed. `make` allocates and warms nothing until it is called.
 
-    copies: the calls that a graph holds, as layers. op: what the rows are filed under.
+    copies: the calls that a graph holds, as layers. op: what the rows are filed under. Not captured: launched
+    one by one, as prompts are.
     """
 
     op: str
@@ -53,6 +54,7 @@ class Arm:
     copies: int
     bytes: int
     tokens: int = 0
+    is_captured: bool = True
 
     @property
     def label(self) -> str:
@@ -67,6 +69,7 @@ class OpArm:
     op: str
     num_bytes: Callable[[Size], int]
     replays_tokens: bool = False
+    is_captured: bool = True
     conv_dtype: torch.dtype | None = None
 
     @property
@@ -90,15 +93,20 @@ VERIFY_ARMS = (
     ),
 )
 DECODE_ARM = OpArm(name="decode", op="kda_decode", num_bytes=sizes.decode_bytes)
-PREFILL_ARM = OpArm(name="prefill", op="kda_prefill", num_bytes=sizes.prefill_bytes)
+PREFILL_ARM = OpArm(name="prefill", op="kda_prefill", num_bytes=sizes.prefill_bytes, is_captured=False)
 
 
 def names_of(op: str, machine: Machine) -> list[str]:
-    """The implementations to measure; [""] for an op that the catalog lacks, whose arm then says so."""
+    """The implementations to measure; [""] for an op without any, whose arm then says so."""
     try:
         return implementation_names(op, machine)
     except ValueError:
         return [""]
+
+
+def required(op: str, machine: Machine) -> str:
+    """The first implementation; ValueError says why there is none."""
+    return implementation_names(op, machine)[0]
 
 
 def op_arms(arm: OpArm, size: Size, copies: int, machine: Machine) -> Iterator[Arm]:
@@ -106,17 +114,18 @@ def op_arms(arm: OpArm, size: Size, copies: int, machine: Machine) -> Iterator[A
     shared: list[Layers] = []
 
     def make(name: str) -> list[Call]:
-        entry = get_entry(arm.op)
-        run = checked_run(arm.op, name, small_size(size), machine, arm.conv_dtype)
+        run = checked_run(
+            arm.op, name or required(arm.op, machine), small_size(size), machine, arm.conv_dtype
+        )
         if not shared:
-            shared.append(make_layers(entry, size, copies, machine.device, **arm.options))
+            shared.append(make_layers(get_entry(arm.op), size, copies, machine.device, **arm.options))
         calls: list[Call] = [partial(run, *x.values()) for x in shared[0].arguments]
         return [*calls, *promotion(arm, shared[0], size, name, machine)]
 
     for name in names_of(arm.op, machine):
         yield Arm(
             op=arm.op, name=arm.name, implementation=name, make=partial(make, name), copies=copies,
-            bytes=arm.num_bytes(size), tokens=arm.tokens(size),
+            bytes=arm.num_bytes(size), tokens=arm.tokens(size), is_captured=arm.is_captured,
         )  # fmt: skip
 
 
@@ -210,7 +219,7 @@ def prefill_arms(size: Size, machine: Machine) -> Iterator[Arm]:
 
     yield Arm(
         op="kda_prefill", name="fla_core", implementation="", make=make, copies=copies, bytes=num_bytes,
-        tokens=size.n * size.t,
+        tokens=size.n * size.t, is_captured=False,
     )  # fmt: skip
     yield from copy_arms("kda_prefill", num_bytes, copies, machine.device)
 

@@ -54,14 +54,20 @@ def get_entry(op: str) -> OpEntry:
 
 
 def implementation_names(op: str, machine: Machine) -> list[str]:
-    """What to measure of an op: what is wanted of what it has, the fastest first."""
+    """What to measure of an op: what is wanted of what it has, the fastest first.
+
+    ValueError for an op that is not there, or has no kernel where a GPU is.
+    """
     entry = get_entry(op)
     runnable = [x.name for x in entry.implementations if x.runs_on(machine.architecture)]
     if machine.implementations:
         return [name for name in machine.implementations if name.partition("/")[0] in runnable]
-    names: list[str] = [name for name in runnable if name != "torch"] or ["torch"]
+    names: list[str] = [name for name in runnable if name != "torch" or machine.device == "cpu"]
+    if not names:
+        raise ValueError(f"{op} has nothing but its torch reference on {machine.architecture}")
     if machine.variants and "cute" in names and entry.kernels is not None:
-        names += [f"cute/{config.name.removeprefix(f'{op}_')}" for config in entry.kernels.configs(True)]
+        kernels = [config.name.removeprefix(f"{op}_") for config in entry.kernels.configs(True)]
+        names += [f"cute/{kernel}" for kernel in kernels if "gext" not in kernel]
     if machine.variants and "triton" in names:
         names += [f"triton/{variant}" for variant in TRITON_VARIANTS.get(op, ())]
     return names

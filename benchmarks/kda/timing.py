@@ -24,21 +24,34 @@ class Figure:
 class Timer(Protocol):
     """Makes something of an arm's calls that can be run as a whole, and times such things in turn."""
 
-    def prepare(self, calls: Sequence[Call]) -> Any: ...
+    def prepare(self, calls: Sequence[Call], captured: bool = True) -> Any: ...
 
     def time(self, prepared: dict[str, Any], calls: int) -> dict[str, Figure]:
         """Figures per call, of which each prepared thing makes so many."""
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Calls that are made one by one, as a graph that was not captured."""
+
+    calls: Sequence[Call]
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call()
+
+
 class GraphTimer:
     """CUDA graphs."""
 
-    def prepare(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
-        """A graph of the calls in order; they have all run once before."""
+    def prepare(self, calls: Sequence[Call], captured: bool = True) -> torch.cuda.CUDAGraph | Launches:
+        """A graph of the calls in order, or the calls; they have all run once before."""
         for call in calls:
             call()
         torch.cuda.synchronize()
+        if not captured:
+            return Launches(calls)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for call in calls:
@@ -68,7 +81,7 @@ class GraphTimer:
 class DryTimer:
     """Runs every call once, on any device: the way is tried, the figures mean nothing."""
 
-    def prepare(self, calls: Sequence[Call]) -> Sequence[Call]:
+    def prepare(self, calls: Sequence[Call], captured: bool = True) -> Sequence[Call]:
         return calls
 
     def time(self, prepared: dict[str, Any], calls: int) -> dict[str, Figure]:

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import plot
 from benchmarks.kda import command, comparisons, rows, runs
+from benchmarks.kda.goals import GOALS, goals_table
 from benchmarks.kda.inputs import make_layers
 from benchmarks.kda.rows import Row, findings, merge, parse_row, read_rows, source_hash, write_rows
 from benchmarks.kda.runs import Machine, parse_keywords
@@ -203,6 +204,46 @@ def test_variants_are_kernels_by_symbol_or_keywords() -> None:
     assert runs.implementation_names("k3_kda_verify", machine) == ["torch"]
     with pytest.raises(ValueError, match="no kernel 'split3'.*split1"):
         runs.load_run("k3_kda_verify", "cute/split3", machine)
+
+
+def test_on_a_gpu_kernels_are_measured_and_an_op_without_any_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "architecture_of", lambda device: "sm_90a")
+    machine = Machine(device="cuda", variants=True)
+    assert runs.implementation_names("kda_prefill", machine) == ["fla"]
+    names = runs.implementation_names("k3_kda_verify", machine)
+    assert names[0] == "cute" and {"cute/split1_serial", "triton/rows=32,warps=8"} <= {
+        name.replace("split1_pdl_serial", "split1_serial") for name in names
+    }
+    assert not any("gext" in name for name in names) and "torch" not in names
+    prefill = OPS["kda_prefill"]
+    bare = replace(prefill, implementations=(prefill.implementation("torch"),))
+    monkeypatch.setitem(OPS, "kda_prefill", bare)
+    (arm,) = comparisons.op_arms(comparisons.PREFILL_ARM, Size(n=1, t=64, p=0), 1, machine)
+    with pytest.raises(ValueError, match="nothing but its torch reference on sm_90a"):
+        arm.make()
+
+
+def test_prompts_are_launched_one_by_one_and_everything_else_is_captured() -> None:
+    machine = Machine(device="cpu", copies=1)
+    for comparison, size in (("prefill", Size(n=1, h=1, t=65, p=0)), ("decode", Size(n=1, h=1, t=1, p=0))):
+        captured = {arm.name: arm.is_captured for arm in comparisons.COMPARISONS[comparison](size, machine)}
+        one_by_one = {"prefill", "fla_core"}
+        assert captured == {name: name not in one_by_one for name in captured}
+
+
+def test_goals_are_read_off_the_rows() -> None:
+    lines = [line.strip("| ").split(" | ") for line in goals_table(read_rows(RESULTS)).splitlines()[2:]]
+    verdicts = {cells[0]: cells[-1] for cells in lines}
+    assert verdicts["verify, N 1: us"] == "met" and verdicts["verify, N 8: us"] == "missed"
+    assert verdicts["verify, any N: Triton over CuTe DSL"] == "missed"
+    replay = make_row(op="kda_mtp_decode", arm="replay", p=7, us=10.3)
+    states = make_row(op="kda_intermediate_verify", arm="intermediate", n=16, us=17.0)
+    found = [make_row(p=7), replay, make_row(n=16), states]
+    values = {goal.name: goal.measure(found) for goal in GOALS}
+    assert values["any N and P: us of records beyond replay and spread"] == pytest.approx(8.5 - 10.3 - 0.1)
+    assert values["N <= 8, P 7: records over replay"] == pytest.approx(8.5 / 10.3) and 8.5 / 10.3 < 1 / 1.2
+    assert values["N >= 16: records over intermediate states"] == 0.5
+    assert values["decode, N 1: us"] is None
 
 
 def test_rows_join_those_of_earlier_runs_and_old_ones_are_marked(tmp_path: Path) -> None:
