@@ -98,9 +98,8 @@ class DecodeKernel:
         )  # fmt: skip
 
     @cute.jit
-    def _prefetch(self, conv_pool, ssm, slots, head, rank, request, tid):
+    def _prefetch(self, conv_pool, ssm, hint, head, rank, tid):
         """What the slot holds for this CTA, into L2; the slot is a hint, kept inside the pool."""
-        hint = _load_hint(slots.iterator + Int64(request) * slots.stride[0])
         slot = cutlass.max(cutlass.min(hint, ssm.shape[0] - 1), Int32(0))
         if tid == 0:
             state = ssm[slot, head, rank * self.rows, None].iterator
@@ -266,8 +265,9 @@ class DecodeKernel:
                 cute.arch.mbarrier_arrive_and_expect_tx(mbar, self.split * 4)
 
         # Before the wait: weights alone, and the hint.
+        hint = Int32(0)
         if cutlass.const_expr(self.pdl):
-            self._prefetch(conv_pool, ssm, slots, head, rank, request, tid)
+            hint = _load_hint(slots.iterator + Int64(request) * slots.stride[0])
         taps_q, taps_k = self._taps(w_q, channel), self._taps(w_k, channel)
         taps_v = self._taps(w_v, v_channel)
         rate = cute.math.exp2(a_log[head] * Float32(ptx.LOG2E), fastmath=True)
@@ -279,6 +279,7 @@ class DecodeKernel:
             weights = self._load_gate_weights(w_fb, head * K + gate_row, col)
         bias = dt_bias[head * K + gate_key]
         if cutlass.const_expr(self.pdl):
+            self._prefetch(conv_pool, ssm, hint, head, rank, tid)
             if cutlass.const_expr(self.early_trigger):
                 cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
@@ -322,7 +323,9 @@ class DecodeKernel:
                 self._move_window(conv_pool, slot, 2 * width + v_channel, window_v, raw_v)
             cute.arch.sync_threads()
             if cutlass.const_expr(self.split > 1):
-                cute.arch.cluster_arrive()  # this CTA has read the shared windows; its barrier is ready
+                # This CTA has read the shared windows, and its mbarrier was made known with a fence. A
+                # releasing arrive would hold every thread until its stores have reached memory.
+                cute.arch.cluster_arrive_relaxed()
             totals = []
             for i in cutlass.range_constexpr(3):
                 total = s_sums[i]
