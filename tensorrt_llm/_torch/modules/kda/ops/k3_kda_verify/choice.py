@@ -9,7 +9,7 @@ token by token it is read twice and written once per token, and the issue slots 
 bytes takes 2.0 / 3.9 / 9.9 / 17.9).
 """
 
-from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.launch import VerifyConfig
+from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.launch import Config
 
 
 def choose_split(requests: int, heads: int) -> int:
@@ -36,9 +36,9 @@ def starts_dependents_late(requests: int, heads: int) -> bool:
     return requests * heads <= 144
 
 
-def choose_config(*, requests: int, heads: int, external_gate: bool, pdl: bool) -> VerifyConfig:
-    """The launch for a batch."""
-    return VerifyConfig(
+def choose_config(kind: type[Config], *, requests: int, heads: int, external_gate: bool, pdl: bool) -> Config:
+    """The launch for a batch, of the op that `kind` belongs to."""
+    return kind(
         split=choose_split(requests, heads),
         external_gate=external_gate,
         pdl=pdl,

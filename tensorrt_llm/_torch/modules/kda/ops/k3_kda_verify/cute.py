@@ -27,6 +27,8 @@ from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.launch import MAX_DRAFTS,
 class VerifyKernel(VerifyBody):
     """Traces `k3_kda_verify` for one `VerifyConfig`."""
 
+    has_serial_form = True
+
     @cute.jit
     def __call__(
         self,
@@ -59,11 +61,11 @@ class VerifyKernel(VerifyBody):
         )  # fmt: skip
         self.launch(arguments, ssm, slots, stream)
 
-    def drafts(self, history):
-        return history[0].shape[2]
+    def pending_drafts(self, history, pending, slot):
+        return cutlass.max(cutlass.min(pending[slot], history[0].shape[2]), Int32(0))
 
     def allocate_history(self, smem):
-        return smem.allocate_tensor(Float32, cute.make_layout((4, 3 * MAX_DRAFTS * 32)), 128)
+        return (smem.allocate_tensor(Float32, cute.make_layout((4, 3 * MAX_DRAFTS * 32)), 128),)
 
     @cute.jit
     def prefetch_history(self, history, slot, head, draft, channel):
@@ -87,22 +89,23 @@ class VerifyKernel(VerifyBody):
                 record = history[0][slot, warp, j, head, None]
                 source = cute.make_tensor(record.iterator, cute.make_layout((4, K // 4)))
                 cute.copy(
-                    atom, source[None, first + lane], s_history[None, (warp * MAX_DRAFTS + j) * 32 + lane]
+                    atom, source[None, first + lane], s_history[0][None, (warp * MAX_DRAFTS + j) * 32 + lane]
                 )
 
     @cute.jit
-    def replay(self, s, s_history, count, row, first_chunk):
-        innovations = cute.make_tensor(s_history.iterator, cute.make_layout(MAX_DRAFTS * K))
+    def replay(self, s, s_history, loaded, count, row, first_chunk, lane, warp, step):
+        innovations = cute.make_tensor(s_history[0].iterator, cute.make_layout(MAX_DRAFTS * K))
         for r in cutlass.range(count, unroll=1):
             vn = [
                 innovations[r * K + row + 16 * tile + 8 * half]
                 for tile in range(self.tiles)
                 for half in range(2)
             ]
-            self.apply_record(s, vn, s_history, MAX_DRAFTS + r, 2 * MAX_DRAFTS + r, first_chunk)
+            self.apply_record(s, vn, s_history[0], MAX_DRAFTS + r, 2 * MAX_DRAFTS + r, first_chunk)
 
     @cute.jit
-    def store_keys(self, history, slot, head, key, ks, d, s_beta, s_norm, num_tokens):
+    def store_keys(self, history, slot, head, key, kept, s_beta, s_norm, num_tokens):
+        _, ks, d, _ = kept
         for n in cutlass.range_constexpr(1, MAX_TOKENS):
             if n < num_tokens:
                 history[0][slot, 1, n - 1, head, key] = s_beta[n] * s_norm[n] * ks[n]

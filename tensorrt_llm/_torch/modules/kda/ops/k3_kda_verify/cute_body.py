@@ -43,7 +43,22 @@ COEF = MAX_TOKENS * MAX_TOKENS
 
 
 class VerifyBody:
-    """Traces a round for one `VerifyConfig`; subclasses launch `kernel` and fill in the hooks."""
+    """Traces a round for one `VerifyConfig`; subclasses launch `kernel` and fill in the hooks.
+
+    has_serial_form: `chunked` may be False.
+    keeps_innovations: vn of the drafts takes the place of v in shared memory, for `store_rows`; else v stays.
+    keeps_log_decay: decays are exp of a log decay that is kept, so that it gives the same bits again.
+    commits_before_solving: the golden state is written as soon as its vn is known; else `store_states` does.
+    waits_between_passes: `replay` has a barrier of the warps that share rows.
+    loads_history_first: `prepare_history` finds there what `load_history` copies.
+    """
+
+    has_serial_form = False
+    keeps_innovations = True
+    keeps_log_decay = False
+    commits_before_solving = True
+    waits_between_passes = False
+    loads_history_first = False
 
     def __init__(self, config: VerifyConfig) -> None:
         self.split = config.split
@@ -65,8 +80,8 @@ class VerifyBody:
         self.o_pitch = self.rows + 8  # bf16
         # Latency matters where CTAs are few: fetch what the pending count will select before it is known.
         self.speculative = config.split >= 4
-        if not config.chunked and config.split > 2:
-            raise ValueError(f"{config.name}: the token by token form needs split 1 or 2")
+        if not config.chunked and (config.split > 2 or not self.has_serial_form):
+            raise ValueError(f"{config.name}: the token by token form is of k3_kda_verify with split 1 or 2")
 
     def launch(self, arguments, ssm, slots, stream):
         """The kernel over every request and head."""
@@ -81,23 +96,52 @@ class VerifyBody:
             preferred_smem_carveout=100,
         )
 
-    def drafts(self, history):
-        """M, the drafts that the history has room for."""
+    def pending_drafts(self, history, pending, slot):
+        """How many drafts come before the golden token, clamped to what there is room for."""
         raise NotImplementedError
 
     def allocate_history(self, smem):
-        """Shared memory for the drafts that are pending."""
+        """Shared memory for drafts, a tuple."""
         raise NotImplementedError
 
-    @cute.jit
+    def overlay_history(self, s_history, smem, s_kinv, s_taps):
+        """`s_history` with what may lie over keys over D_t and taps, which are dead once coefficients are."""
+        return s_history
+
     def prefetch_history(self, history, slot, head, draft, channel):
         """One line of 128 bytes from `channel` on of `draft`, which may be beyond M, into L2."""
-        raise NotImplementedError
 
-    @cute.jit
     def load_history(self, history, s_history, slot, head, rank, pending, lane, warp):
-        """Asynchronous copies of the pending drafts alone: later ones may hold anything, NaN included."""
-        raise NotImplementedError
+        """Start to load the pending drafts alone: later ones may hold anything, NaN included.
+
+        By asynchronous copies, or into registers, which are returned.
+        """
+        return ()
+
+    def prepare_history(self, s_history, loaded, pending, d, lane, warp):
+        """Work of this lane's key channel and this warp's 32 channels, before the first barrier."""
+
+    def share_keys(
+        self, history, s_history, slot, head, kept, s_beta, s_part, s_q2, scale, num_tokens, lane, warp
+    ):
+        """Work of this lane's key channel after the first barrier and before the second one."""
+
+    def replay(self, s, s_history, loaded, count, row, first_chunk, lane, warp, step):
+        """The state's registers after the first `count` drafts, oldest first, serial and in fma."""
+
+    def store_states(
+        self, s, history, s_history, s_v, state, slot, head, num_tokens, cta_row, row, first_chunk
+    ):
+        """What is kept of the states after each token, once vn of every token is known."""
+
+    def store_keys(self, history, slot, head, key, kept, s_beta, s_norm, num_tokens):
+        """What is kept of the drafts of a key channel, once nobody reads the history any more.
+
+        kept: raw q, raw k, decays and log decays of the tokens.
+        """
+
+    def store_rows(self, history, s_v, slot, head, rank, tid, num_tokens):
+        """What is kept of the drafts of this CTA's rows."""
 
     def apply_record(self, s, vn, keys, beta_k_row, decay_row, first_chunk):
         """S = fma(decay, S, vn * bk), the product rounded first; the rows of `keys` are of 32 chunks."""
@@ -108,21 +152,6 @@ class VerifyBody:
                 for e in range(4):
                     at = self._at(i // 2, block, i % 2, e)
                     s[at] = ptx.fma(decay[e], s[at], ptx.mul(vn[i], bk[e]))
-
-    @cute.jit
-    def replay(self, s, s_history, count, row, first_chunk):
-        """The state's registers after the first `count` drafts, oldest first, serial and in fma."""
-        raise NotImplementedError
-
-    @cute.jit
-    def store_keys(self, history, slot, head, key, ks, d, s_beta, s_norm, num_tokens):
-        """What is kept of the drafts of a key channel, once nobody reads the history any more."""
-        raise NotImplementedError
-
-    @cute.jit
-    def store_rows(self, history, s_v, slot, head, rank, tid, num_tokens):
-        """What is kept of the drafts of this CTA's rows."""
-        raise NotImplementedError
 
     @cute.jit
     def _load_state(self, source, target, first_row, lane, warp):
@@ -282,6 +311,22 @@ class VerifyBody:
         if j == 0:
             s_norm[index // 8] = norm_t
 
+    def _decay(self, exponent):
+        """What is stored of a decay: itself, from its log to base 2, or its natural log as it comes."""
+        if self.keeps_log_decay:
+            return exponent
+        return cute.math.exp2(exponent, fastmath=True)
+
+    def norms_by_lane(self, s_part, s_q2, scale, lane):
+        """1 / |k| of token t in lane t, scale / |q| in lane 8 + t, as `_coefficients` has them."""
+        k2, q2 = Float32(0.0), Float32(0.0)
+        for w in range(WARPS):
+            k2 = k2 + s_part[w * 2 * COEF + lane % MAX_TOKENS * 9]
+            q2 = q2 + s_q2[w * MAX_TOKENS + lane % MAX_TOKENS]
+        norm_k = ptx.rsqrt(k2 + Float32(L2_NORM_EPS))
+        norm_q = ptx.rsqrt(q2 + Float32(L2_NORM_EPS)) * scale
+        return ptx.select(lane < MAX_TOKENS, norm_k, norm_q)
+
     def _golden_write(self, s_part, beta, key_value):
         """beta_0 k_0 of a channel, from its unnormalised key."""
         square = Float32(0.0)
@@ -332,7 +377,7 @@ class VerifyBody:
 
         Of two warps each sends the tile that the other solves; of four, every warp sends all.
         """
-        if col == 0:
+        if cutlass.const_expr(self.commits_before_solving) and col == 0:
             for tile in cutlass.range_constexpr(self.tiles):
                 column = cute.make_tensor(first + (warp * 32 + tile * 16 + quad), cute.make_layout(16))
                 column[0] = sums[tile][0][0]
@@ -411,7 +456,8 @@ class VerifyBody:
                 o[i] = ptx.select(since, o[i] + b[2 * n + i % 2] * vn[i // 2], o[i])
         rounded = [value.to(BFloat16) for value in o]
         for i in cutlass.range_constexpr(4):
-            s_v[v_at[i]] = u[i]
+            if cutlass.const_expr(self.keeps_innovations):
+                s_v[v_at[i]] = u[i]
             s_o[(2 * col + i % 2) * self.o_pitch + tile_first + 8 * (i // 2)] = rounded[i]
 
     @cute.jit
@@ -469,7 +515,7 @@ class VerifyBody:
         ssm: cute.Tensor,  # (slots, H, V, K) fp32
         history: tuple[cute.Tensor, ...],
         slots: cute.Tensor,  # (N,)
-        pending: cute.Tensor,  # (slots,)
+        pending: cute.Tensor | None,  # (slots,)
         g_ext: cute.Tensor | None,  # (N T, D) bf16
         out: cute.Tensor,  # (N T, H, V) bf16
         num_tokens: Int32,
@@ -513,6 +559,8 @@ class VerifyBody:
         s_gate = smem.allocate_tensor(Float32, cute.make_layout(4 * rows), 128)
         # Partial sums that warps exchange, over arrays that are dead by then: keys over D_t, taps.
         s_half: tuple[cute.Tensor, ...] = (s_kinv, s_taps)
+        if cutlass.const_expr(self.waits_between_passes):
+            s_half = (s_kinv,)
         if cutlass.const_expr(k_warps == 4):
             half_size = WARPS * tiles * 2 * 32
             s_half = (smem.allocate_tensor(Float32, cute.make_layout((4, half_size)), 128),)
@@ -534,6 +582,7 @@ class VerifyBody:
             if tid == 0:
                 cute.arch.mbarrier_init(mbar, 1)
                 cute.arch.mbarrier_init_fence()
+        s_history = self.overlay_history(s_history, smem, s_kinv, s_taps)
         flat_k = cute.make_tensor(s_k.iterator, cute.make_layout(MAX_TOKENS * K))
         flat_q = cute.make_tensor(s_q.iterator, cute.make_layout(MAX_TOKENS * K))
         flat_kinv = cute.make_tensor(s_kinv.iterator, cute.make_layout(MAX_TOKENS * K))
@@ -587,12 +636,17 @@ class VerifyBody:
                         target + (rank * rows + (tid % (rows // 8)) * 8), [zero, zero, zero, zero]
                     )
         else:
-            count = cutlass.max(cutlass.min(pending[slot], self.drafts(history)), Int32(0))
+            count = self.pending_drafts(history, pending, slot)
             if cutlass.const_expr(self.speculative):
                 self._prefetch(cs_q, cs_k, cs_v, history, slot, head, tid)
             state = cute.make_tensor(ssm[slot, head, None, None].iterator, cute.make_layout((4, V * 32)))
+            loaded: Any = ()
+            if cutlass.const_expr(self.loads_history_first):
+                loaded = self.load_history(history, s_history, slot, head, rank, count, lane, warp)
+                cute.arch.cp_async_commit_group()
             self._load_state(state, s_state, rank * rows, lane, warp)
-            self.load_history(history, s_history, slot, head, rank, count, lane, warp)
+            if cutlass.const_expr(not self.loads_history_first):
+                loaded = self.load_history(history, s_history, slot, head, rank, count, lane, warp)
             # The output gate of this thread's eight channels of a token.
             lanes_per_token = rows // 8
             out_token = (tid % rows) // lanes_per_token
@@ -611,13 +665,15 @@ class VerifyBody:
 
             # Decay of every token: exp(lower_bound sigmoid(exp(a_log) (g + dt_bias))).
             rate = cute.math.exp2(rate * Float32(ptx.LOG2E), fastmath=True)
-            bound = lower_bound * Float32(ptx.LOG2E)
+            bound = lower_bound
+            if cutlass.const_expr(not self.keeps_log_decay):
+                bound = lower_bound * Float32(ptx.LOG2E)
             if cutlass.const_expr(self.external_gate):
                 for t in cutlass.range_constexpr(MAX_TOKENS):
                     assert g_ext is not None
                     g = g_ext[first_token + cutlass.min(Int32(t), num_tokens - 1), channel].to(Float32)
-                    flat_d[t * K + (tid ^ (16 * (t & 1)))] = cute.math.exp2(
-                        bound * ptx.sigmoid(rate * (g + bias[0])), fastmath=True
+                    flat_d[t * K + (tid ^ (16 * (t & 1)))] = self._decay(
+                        bound * ptx.sigmoid(rate * (g + bias[0]))
                     )
             else:
                 # Two chains of products; one where registers are short.
@@ -640,8 +696,8 @@ class VerifyBody:
                             .to(BFloat16)
                             .to(Float32)
                         )
-                        flat_d[(2 * col + odd) * K + ((gate_key + 8 * i) ^ (16 * odd))] = cute.math.exp2(
-                            bound * ptx.sigmoid(rate * (g + bias[i])), fastmath=True
+                        flat_d[(2 * col + odd) * K + ((gate_key + 8 * i) ^ (16 * odd))] = self._decay(
+                            bound * ptx.sigmoid(rate * (g + bias[i]))
                         )
             if tid < MAX_TOKENS:
                 s_beta[tid] = ptx.sigmoid(beta_logit)
@@ -668,6 +724,10 @@ class VerifyBody:
                         s_v[t * self.v_pitch + tid] = v[t]
             cute.arch.sync_warp()
             d = [flat_d[t * K + (tid ^ (16 * (t & 1)))] for t in range(MAX_TOKENS)]
+            log_decay = d
+            if cutlass.const_expr(self.keeps_log_decay):
+                d = [ptx.exp(x) for x in log_decay]
+            kept = (qs, ks, d, log_decay)
             total = Float32(1.0)
             for t in cutlass.range_constexpr(MAX_TOKENS):
                 at = t * K + (tid ^ (16 * (t & 1)))
@@ -696,6 +756,7 @@ class VerifyBody:
                 s_q2[warp * MAX_TOKENS + quad] = q2
             cute.arch.sync_warp()
             self._couple(s_k, s_q, s_kinv, s_part, warp, quad, col)
+            self.prepare_history(s_history, loaded, count, d, lane, warp)
 
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
@@ -704,8 +765,12 @@ class VerifyBody:
                 if tid == 0:
                     cute.arch.mbarrier_arrive_and_expect_tx(mbar, self.split * MAX_TOKENS * 4)
                 cute.arch.cluster_arrive()  # this CTA has read the shared columns and drafts
-            flat_d0[tid] = d[0]
-            flat_bk0[tid] = self._golden_write(s_part, s_beta[0], ks[0])
+            if cutlass.const_expr(self.commits_before_solving):
+                flat_d0[tid] = d[0]
+                flat_bk0[tid] = self._golden_write(s_part, s_beta[0], ks[0])
+            self.share_keys(
+                history, s_history, slot, head, kept, s_beta, s_part, s_q2, scale, num_tokens, lane, warp
+            )
             # Chunk of a fragment row: even and odd blocks of 16 keys, see the swizzle above.
             odd_row = quad & 1
             chunk_of = (quad * 32 + col + 4 * odd_row, quad * 32 + col + 4 * (1 - odd_row))
@@ -732,7 +797,7 @@ class VerifyBody:
                     cute.arch.sync_warp()
                     self._load_state(state, s_state, rank * rows + (step + 1) * self.pass_rows, lane, warp)
                     cute.arch.cp_async_commit_group()
-                self.replay(s, s_history, count, row, first_chunk)
+                self.replay(s, s_history, loaded, count, row, first_chunk, lane, warp, step)
 
                 if cutlass.const_expr(self.chunked):
                     sums = self._project(s, s_k, s_q, chunk_of, key_group)
@@ -750,13 +815,19 @@ class VerifyBody:
                         cute.arch.sync_threads()
                     else:
                         cute.arch.barrier(barrier_id=1 + warp // k_warps, number_of_threads=32 * k_warps)
-                    self._store_golden(
-                        s, state, (v_first, s_norm, s_d0, s_bk0), first, warp, rank * rows, row, first_chunk
-                    )
+                    if cutlass.const_expr(self.commits_before_solving):
+                        golden = (v_first, s_norm, s_d0, s_bk0)
+                        self._store_golden(s, state, golden, first, warp, rank * rows, row, first_chunk)
                     if key_group < tiles:
                         self._solve(
                             sums, half_buffer, (s_v, s_o, s_coef, s_norm), warp, key_group, lane, row, col
                         )
+                    if cutlass.const_expr(not self.commits_before_solving):
+                        cute.arch.barrier(barrier_id=1 + warp // k_warps, number_of_threads=32 * k_warps)
+                        self.store_states(
+                            s, history, s_history, s_v, state, slot, head, num_tokens, rank * rows, row,
+                            first_chunk,
+                        )  # fmt: skip
                 else:
                     if cutlass.const_expr(step == 0):
                         self._coefficients(s_part, s_q2, s_beta, s_coef, s_norm, scale, tid)
@@ -764,7 +835,7 @@ class VerifyBody:
                     operands = (s_k, s_d, s_kinv, s_q, s_v, s_o, s_norm, s_beta)
                     self._serial_tokens(s, state, operands, num_tokens, row, rank * rows + row, col)
                 if cutlass.const_expr(step == 0 and self.split == 1):
-                    self.store_keys(history, slot, head, tid, ks, d, s_beta, s_norm, num_tokens)
+                    self.store_keys(history, slot, head, tid, kept, s_beta, s_norm, num_tokens)
 
             if cutlass.const_expr(self.pdl and self.late_trigger):
                 cute.arch.griddepcontrol_launch_dependents()
@@ -794,7 +865,7 @@ class VerifyBody:
                     x_k = self._raw_inputs(raw_k, raw_pitch, lane)
                     self._store_conv(cs_q, slot, channel, window_q, x_q, num_tokens)
                     self._store_conv(cs_k, slot, channel, window_k, x_k, num_tokens)
-                    self.store_keys(history, slot, head, tid, ks, d, s_beta, s_norm, num_tokens)
+                    self.store_keys(history, slot, head, tid, kept, s_beta, s_norm, num_tokens)
             if cutlass.const_expr(self.split > 1):
                 ptx.wait_for_peers(mbar)
                 square = Float32(0.0)
@@ -832,9 +903,12 @@ def free_stride(divisor: int = 1) -> Any:
 
 
 def fake_arguments(
-    config: VerifyConfig, fake_history: Callable[[Extents], tuple[Any, ...]]
+    config: VerifyConfig, fake_history: Callable[[Extents], tuple[Any, ...]], *, pending: bool = True
 ) -> tuple[Any, ...]:
-    """Placeholders of the launch arguments: which extents and strides are free, what is aligned."""
+    """Placeholders of the launch arguments: which extents and strides are free, what is aligned.
+
+    pending: whether the op takes counts of pending drafts.
+    """
 
     def compact(dtype: Any, *shape: Any, align: int = 16) -> Any:
         order = tuple(reversed(range(len(shape))))
@@ -861,7 +935,7 @@ def fake_arguments(
         make_fake_tensor(Float32, (pool, heads, V, K), (free_stride(4), V * K, K, 1), assumed_align=16),
         *fake_history(Extents(pool=pool, heads=heads, width=width, drafts=drafts)),
         make_fake_tensor(Int32, (requests,), (free_stride(),), assumed_align=4),
-        make_fake_tensor(Int32, (pool,), (free_stride(),), assumed_align=4),
+        *((make_fake_tensor(Int32, (pool,), (free_stride(),), assumed_align=4),) if pending else ()),
         make_fake_tensor(BFloat16, (rows, width), (free_stride(), 1), assumed_align=2)
         if config.external_gate
         else None,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device helpers of the kernels: single instructions with their rounding spelled out, vectors, and barriers."""
+"""Device helpers of kernels: single instructions with their rounding spelled out, vectors, barriers."""
 
 import math
 from typing import Any
@@ -109,6 +109,10 @@ def zeros() -> list[Any]:
 
 def sigmoid(x: Any) -> Any:
     return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(x * Float32(-LOG2E), fastmath=True))
+
+
+def exp(x: Any) -> Any:
+    return cute.math.exp2(x * Float32(LOG2E), fastmath=True)
 
 
 def rsqrt(x: Any) -> Any:

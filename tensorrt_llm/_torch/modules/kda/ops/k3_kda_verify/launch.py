@@ -3,12 +3,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar, TypeVar
 
 MAX_TOKENS = 8
 MAX_DRAFTS = MAX_TOKENS - 1
 HEAD_DIM = 128
 CONV_WIDTH = 4
 SPLITS = (1, 2, 4, 8)
+# What `choice` chooses from: splits, and with PDL whether dependents start late.
+CHOSEN_SPLITS = (1, 2, 8)
+CHOSEN_TRIGGERS = ((1, False), (2, False), (2, True), (8, True))
 # The chunk divides keys by the decay since its start, exp(8 * lower_bound) at least: 1 / D stays in fp32.
 MIN_LOWER_BOUND = -10.0
 
@@ -22,6 +26,8 @@ class VerifyConfig:
     runs token by token (split 1 or 2), for measurements.
     """
 
+    OP: ClassVar[str] = "k3_kda_verify"
+
     split: int
     external_gate: bool = False
     pdl: bool = True
@@ -32,7 +38,19 @@ class VerifyConfig:
     def name(self) -> str:
         flags = ("_gext" if self.external_gate else "") + ("_pdl" if self.pdl else "")
         flags += "_late" if self.late_trigger else ""
-        return f"k3_kda_verify_split{self.split}{flags}{'' if self.chunked else '_serial'}"
+        return f"{self.OP}_split{self.split}{flags}{'' if self.chunked else '_serial'}"
+
+
+Config = TypeVar("Config", bound=VerifyConfig)
+
+
+def chosen_configs(kind: type[Config]) -> Iterator[Config]:
+    """Every launch that `choice.choose_config` may choose of a kind."""
+    for external_gate in (False, True):
+        for split in CHOSEN_SPLITS:
+            yield kind(split=split, external_gate=external_gate, pdl=False)
+        for split, late_trigger in CHOSEN_TRIGGERS:
+            yield kind(split=split, external_gate=external_gate, late_trigger=late_trigger)
 
 
 def packed_configs(measurements: bool = False) -> Iterator[VerifyConfig]:
