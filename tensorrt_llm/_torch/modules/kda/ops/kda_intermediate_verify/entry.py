@@ -6,20 +6,55 @@ from typing import Any
 
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.entry import ENTRY as VERIFY
 from tensorrt_llm._torch.modules.kda.ops.kda_intermediate_verify.inputs import make_inputs
+from tensorrt_llm._torch.modules.kda.ops.kda_intermediate_verify.launch import (
+    IntermediateConfig,
+    packed_configs,
+)
 from tensorrt_llm._torch.modules.kda.ops.kda_intermediate_verify.reference import (
     kda_intermediate_verify_reference,
 )
-from tensorrt_llm._torch.modules.kda.ops.registry import Implementation, OpEntry
+from tensorrt_llm._torch.modules.kda.ops.registry import (
+    CUTE_ARCHITECTURES,
+    CompiledKernels,
+    Implementation,
+    OpEntry,
+)
 
 
 def _load_reference() -> Callable[..., Any]:
     return kda_intermediate_verify_reference
 
 
+def _load_cute() -> Callable[..., Any]:
+    from tensorrt_llm._torch.modules.kda.ops.kda_intermediate_verify.compiled import CompiledIntermediate
+
+    return CompiledIntermediate
+
+
+def _compile(config: IntermediateConfig, arch: str | None, options: str) -> Any:
+    from tensorrt_llm._torch.modules.kda.ops.kda_intermediate_verify.cute import compile_intermediate
+
+    return compile_intermediate(config, arch, options)
+
+
 ENTRY = OpEntry(
     name="kda_intermediate_verify",
     reference=kda_intermediate_verify_reference,
     implementations=(
+        Implementation(
+            name="cute",
+            architectures=CUTE_ARCHITECTURES,
+            load=_load_cute,
+            sources=(
+                "k3_kda_verify/compiled.py",
+                "k3_kda_verify/cute_body.py",
+                "k3_kda_verify/cute_primitives.py",
+                "k3_kda_verify/launch.py",
+                "kda_intermediate_verify/compiled.py",
+                "kda_intermediate_verify/cute.py",
+                "kda_intermediate_verify/launch.py",
+            ),
+        ),
         Implementation(
             name="torch",
             architectures=("cpu", "cuda"),
@@ -31,4 +66,5 @@ ENTRY = OpEntry(
     shapes=VERIFY.shapes,
     # As for the records: the states after the drafts are sums of the same products.
     tolerance=VERIFY.tolerance,
+    kernels=CompiledKernels(configs=packed_configs, compile=_compile),
 )

@@ -12,7 +12,9 @@ import torch
 from tensorrt_llm._torch.modules.kda.ops.catalog import OPS
 from tensorrt_llm._torch.modules.kda.ops.compiled import KernelCache
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.choice import choose_config, choose_split
-from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.launch import SPLITS, VerifyConfig, packed_configs
+from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.launch import SPLITS, VerifyConfig
+from tensorrt_llm._torch.modules.kda.ops.kda_intermediate_verify.launch import IntermediateConfig
+from tensorrt_llm._torch.modules.kda.ops.kda_mtp_decode.launch import ReplayConfig
 from tensorrt_llm._torch.modules.kda.ops.selection import Facts, choose
 
 VERIFY = OPS["k3_kda_verify"]
@@ -78,17 +80,24 @@ def test_a_kernel_is_not_compiled_inside_a_capture(monkeypatch: pytest.MonkeyPat
         KernelCache(VERIFY.kernels, pack=None).prepare((VerifyConfig(split=1),))
 
 
-def test_every_launch_that_may_be_chosen_is_packed() -> None:
-    packed = set(packed_configs())
+@pytest.mark.parametrize("kind", [VerifyConfig, ReplayConfig, IntermediateConfig])
+def test_every_launch_that_may_be_chosen_is_packed(kind: type[VerifyConfig]) -> None:
+    kernels = OPS[kind.OP].kernels
+    assert kernels is not None
+    packed = set(kernels.configs(False))
+    chosen = set()
     for requests in range(1, 300):
         for heads in (1, 2, 6, 12, 24):
             assert choose_split(requests, heads) in SPLITS
             for external_gate in (False, True):
                 for pdl in (False, True):
                     config = choose_config(
-                        requests=requests, heads=heads, external_gate=external_gate, pdl=pdl
+                        kind, requests=requests, heads=heads, external_gate=external_gate, pdl=pdl
                     )
                     assert config in packed, config
+                    chosen.add(config)
+    # The packs of the others hold nothing that is never chosen.
+    assert kind is VerifyConfig or chosen == packed
 
 
 def test_more_requests_are_never_split_further() -> None:

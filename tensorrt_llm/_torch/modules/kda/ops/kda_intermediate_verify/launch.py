@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What compiled kernels of `kda_intermediate_verify` are specialised for, without the DSL."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.launch import VerifyConfig, chosen_configs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntermediateConfig(VerifyConfig):
+    """As of `k3_kda_verify`, whose launches are taken over; there is no form but the chunk."""
+
+    OP: ClassVar[str] = "kda_intermediate_verify"
+
+
+def packed_configs(measurements: bool = False) -> Iterator[IntermediateConfig]:
+    """Every configuration that may be chosen; nothing else is measured."""
+    return chosen_configs(IntermediateConfig)

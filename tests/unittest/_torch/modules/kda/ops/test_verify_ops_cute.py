@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CuTe DSL kernels of the replay and intermediate verify ops, compiled for sm_90a and run on the CPU."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tensorrt_llm._torch.modules.kda.ops.catalog import OPS
+from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.inputs import (
+    RoundInputs,
+    as_float64,
+    make_rows,
+    move,
+)
+from tensorrt_llm._torch.modules.kda.ops.registry import OpEntry
+from tests.ptx import EmulatedKernels
+from tests.unittest._torch.modules.kda.ops.harness import (
+    TOLERANCE,
+    output_error,
+    relative_error,
+    same_bits,
+    shape_of,
+    with_gate,
+)
+
+pytest.importorskip("cutlass")
+
+REPLAY, INTERMEDIATE = OPS["kda_mtp_decode"], OPS["kda_intermediate_verify"]
+# T, and P of requests 0, 2 and 3; request 1 is padding.
+ROUNDS = ((8, (7, 0, 3)), (2, (1, 6, 2)), (1, (4, 5, 7)), (4, (0, 1, 6)))
+WINDOW = 3
+
+
+def run_of(entry: OpEntry, seed: int | None = None, **config: Any) -> Callable[..., Tensor]:
+    """The op's CuTe form under a configuration, on the CPU."""
+    compiled = entry.implementation("cute").load()
+    run = compiled(EmulatedKernels(entry.kernels, seed=seed))
+    return lambda *arguments: run(*arguments, config=compiled.kind(**config))
+
+
+def poisoned_inputs(entry: OpEntry, tokens: int, counts: tuple[int, ...], **sizes: Any) -> RoundInputs:
+    """Four requests, the second of them padding; NaN in all that the round does not read."""
+    inputs = entry.make_inputs(shape_of(4, tokens, num_slots=6), seed=tokens, **sizes)
+    inputs.slots[1] = -1
+    named = inputs.slots[inputs.slots >= 0].tolist()
+    if entry is INTERMEDIATE:
+        counts = (0, 0, 0)
+    for name, tensor in inputs.mutable().items():
+        tensor[[slot for slot in range(6) if slot not in named]] = torch.nan
+        for slot, count in zip(named, counts, strict=True):
+            if name in inputs.DRAFTS:
+                tensor[slot, count:] = torch.nan
+            elif name != "ssm":
+                tensor[slot, :, :count] = tensor[slot, :, count + WINDOW :] = torch.nan
+    if "pending" in inputs.DRAFTS:
+        inputs.pending.fill_(100)
+        inputs.pending[named] = torch.tensor(counts, dtype=torch.int32)
+    return inputs
+
+
+def assert_round(run: Callable[..., Tensor], entry: OpEntry, inputs: RoundInputs, exact: RoundInputs) -> None:
+    """What the round writes is close to float64, and what it does not write has the bits from before."""
+    before, named = move(inputs, "cpu"), inputs.slots[inputs.slots >= 0].long()
+    output, want = run(*inputs.arguments()), entry.reference(*exact.arguments())
+    tokens = inputs.proj.shape[0] // inputs.slots.shape[0]
+    assert output_error(output, want) <= TOLERANCE.output
+    assert not output[tokens : 2 * tokens].any()
+    others = [slot for slot in range(inputs.ssm.shape[0]) if slot not in named.tolist()]
+    for name, tensor in inputs.mutable().items():
+        old, twin = before.mutable()[name], exact.mutable()[name]
+        assert same_bits(tensor[others], old[others]), name
+        if name == "ssm":
+            assert relative_error(tensor[named], twin[named]) <= TOLERANCE.state
+        elif name in inputs.DRAFTS:
+            drafts = tokens - 1
+            assert drafts == 0 or relative_error(tensor[named, :drafts], twin[named, :drafts]) <= 1e-5, name
+            assert same_bits(tensor[named, drafts:], old[named, drafts:]), name
+        else:
+            columns = tokens + WINDOW - 1
+            assert relative_error(tensor[named, :, :columns], twin[named, :, :columns]) == 0.0, name
+            assert same_bits(tensor[named, :, columns:], old[named, :, columns:]), name
+
+
+def assert_rounds(entry: OpEntry, **config: Any) -> None:
+    run = run_of(entry, **config)
+    for tokens, counts in ROUNDS:
+        inputs = poisoned_inputs(entry, tokens, counts)
+        exact = as_float64(inputs)
+        if config.get("external_gate"):
+            inputs = with_gate(inputs, exact)
+        assert_round(run, entry, inputs, exact)
+
+
+@pytest.mark.parametrize(("entry", "split"), [(REPLAY, 1), (REPLAY, 8), (INTERMEDIATE, 2)])
+def test_rounds_match_float64_and_touch_nothing_else(entry: OpEntry, split: int) -> None:
+    assert_rounds(entry, split=split)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", [REPLAY, INTERMEDIATE], ids=lambda entry: entry.name)
+@pytest.mark.parametrize("split", [1, 2, 4, 8])
+def test_rounds_of_every_split_and_both_gates(entry: OpEntry, split: int) -> None:
+    for external_gate in (False, True):
+        assert_rounds(entry, split=split, external_gate=external_gate, pdl=external_gate)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", [REPLAY, INTERMEDIATE], ids=lambda entry: entry.name)
+@pytest.mark.parametrize("split", [1, 2, 4, 8])
+def test_no_schedule_of_warps_changes_a_bit(entry: OpEntry, split: int) -> None:
+    tokens, counts = ROUNDS[0]
+    inputs = poisoned_inputs(entry, tokens, counts)
+    first = move(inputs, "cpu")
+    want = run_of(entry, split=split)(*first.arguments())
+    for seed in range(3):
+        other = move(inputs, "cpu")
+        assert same_bits(run_of(entry, seed, split=split)(*other.arguments()), want)
+        for name, tensor in other.mutable().items():
+            assert same_bits(tensor, first.mutable()[name]), (seed, name)
+
+
+def accept(inputs: RoundInputs, counts: list[int]) -> None:
+    """Store counts, or bring state and window of whole states to the accepted draft."""
+    if "pending" in inputs.DRAFTS:
+        inputs.pending[inputs.slots.long()] = torch.tensor(counts, dtype=torch.int32)
+        return
+    for slot, count in zip(inputs.slots.tolist(), counts, strict=True):
+        if count:
+            inputs.ssm[slot] = inputs.intermediate[slot, count - 1]
+        for cache in (inputs.cs_q, inputs.cs_k, inputs.cs_v):
+            cache[slot, :, :WINDOW] = cache[slot, :, count : count + WINDOW].clone()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", [REPLAY, INTERMEDIATE], ids=lambda entry: entry.name)
+@pytest.mark.parametrize("split", [1, 8])
+def test_chained_rounds_stay_close_to_float64(entry: OpEntry, split: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    run = run_of(entry, split=split, external_gate=True)
+    inputs = entry.make_inputs(shape_of(3, 8))
+    accept(inputs, [0, 0, 0])
+    pools = as_float64(inputs).mutable()
+    for index, tokens in enumerate((8, 8, 3, 8, 1, 6, 8, 2)):
+        inputs = replace(inputs, proj=make_rows(shape_of(3, tokens), generator), g_ext=None)
+        exact = replace(as_float64(inputs), **pools)
+        want = entry.reference(*exact.arguments())
+        output = run(*with_gate(inputs, exact).arguments())
+        assert output_error(output, want) <= TOLERANCE.output
+        counts = [(index + request) % tokens for request in range(3)]
+        accept(inputs, counts)
+        accept(exact, counts)
+        used = inputs.slots.long()
+        assert relative_error(inputs.ssm[used], exact.ssm[used]) <= TOLERANCE.chained
