@@ -7,12 +7,14 @@ python -m tests.unittest._torch.executor.kv_cache.test_public_surface    rewrite
 import ast
 import inspect
 import json
+from collections.abc import Sequence
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[5]
 SNAPSHOT = Path(__file__).with_name("public_surface.json")
 PACKAGE = "tensorrt_llm._torch.pyexecutor.kv_cache"
 NAMES = {
@@ -106,6 +108,29 @@ def test_facades_only_import(name: str) -> None:
                 getattr(module, alias.asname or alias.name) is getattr(home, alias.name)
                 for alias in node.names
             )
+
+
+def public_names(source: Path) -> set[str]:
+    """Classes and functions of a module that anybody may use."""
+    tree = ast.parse(source.read_text())
+    kinds = (ast.ClassDef, ast.FunctionDef)
+    return {node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")}
+
+
+def find_unnamed(page: str, sources: Sequence[Path]) -> list[str]:
+    """Modules and public names that the page on TensorRT-LLM does not have."""
+    wanted = {f"`{name}`" for source in sources for name in public_names(source)}
+    files = {f"{source.name}`" for source in sources if source.name != "__init__.py"}
+    return sorted(name for name in wanted | files if name not in page)
+
+
+def test_the_page_on_tensorrt_llm_names_every_public_name(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "upstream.md").read_text()
+    sources = sorted((ROOT / PACKAGE.replace(".", "/")).rglob("*.py"))
+    assert len(sources) > 25 and find_unnamed(page, sources) == []
+    planted = tmp_path / "planted.py"
+    planted.write_text("class New: ...\ndef fresh(): ...\ndef _private(): ...\n")
+    assert find_unnamed(page, [planted]) == ["`New`", "`fresh`", "planted.py`"]
 
 
 def test_no_public_call_takes_arbitrary_keywords() -> None:
