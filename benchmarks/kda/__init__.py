@@ -21,5 +21,5 @@ attn     `attn`: projection and verify of one request in one op; `projection_the
 prefill  `prefill`: a prompt of T tokens; `fla_core`: fla-core's chunk_kda alone.
 
 `after_predecessor`: us that an op adds behind a kernel that writes its rows, waits for what ran before and
-lets the op start early (programmatic dependent launch); 12 copies of a layer.
+lets the op start early (programmatic dependent launch); 12 copies of a layer, no promotion.
 """

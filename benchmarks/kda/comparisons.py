@@ -226,7 +226,7 @@ def prefill_arms(size: Size, machine: Machine) -> Iterator[Arm]:
 
 def attn_arms(size: Size, machine: Machine) -> Iterator[Arm]:
     """The op, its two halves one after the other, and what they cannot go below."""
-    op, shared = get_entry("k3_kda_attn").name, []
+    op, shared = get_entry("k3_kda_attn").name, list[Layers]()
     hidden, columns = sizes.HIDDEN, sizes.projection_columns(size)
     num_bytes = sizes.projection_bytes(columns, hidden, size.t) + sizes.records_bytes(size)
     copies = machine.copies or sizes.copies_of(num_bytes)

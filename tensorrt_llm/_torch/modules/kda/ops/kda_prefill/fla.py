@@ -69,7 +69,7 @@ def kda_prefill_fla(
     )  # fmt: skip
     o, last = chunk_kda(
         q, k, v,
-        g=(F.linear(f_a, w_fb) if g_ext is None else g_ext).view(1, -1, H, K),
+        g=(F.linear(f_a, w_fb) if g_ext is None else g_ext).reshape(1, -1, H, K),
         beta=b.unsqueeze(0),
         scale=scale,
         initial_state=states,
