@@ -17,6 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Float32, Int32, Int64
+from cutlass.cute.nvgpu import cpasync
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_attn.launch import (
@@ -35,12 +36,18 @@ PIECE_FLOATS = 1024  # of a head's state, prefetched at once
 LINE_BYTES = 128
 
 
-def _load_if(pointer: Any, wanted: Any) -> Any:
-    """Four words of a stream that is read once, zeros where not wanted."""
+# Weights are read once and written by nobody. Hidden states come from the kernel before, which may still run
+# when this one starts: they are read coherently.
+LOAD_WEIGHTS = "ld.global.nc.L1::no_allocate.v4.b32"
+LOAD_TOKENS = "ld.global.v4.b32"
+
+
+def _load_if(instruction: str, pointer: Any, wanted: Any) -> Any:
+    """Four words, zeros where not wanted."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; "
         "mov.b32 {$w0}, 0; mov.b32 {$w1}, 0; mov.b32 {$w2}, 0; mov.b32 {$w3}, 0; "
-        "@p ld.global.nc.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}]; }",
+        f"@p {instruction} {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}]; }}",
         write_only_types=[Int32] * 4,
         read_only_args=[pointer, wanted],
     )
@@ -98,7 +105,7 @@ class ProjectionKernel:
         place = source + step * (WARPS * self.key_ctas * BLOCK_KEYS)
         for group in range(self.groups):
             wanted = Int32(cutlass.select_(inside, cutlass.select_(group < groups, 1, 0), 0))
-            loaded = _load_if(place + Int64(group * 8) * hidden, wanted)
+            loaded = _load_if(LOAD_WEIGHTS, place + Int64(group * 8) * hidden, wanted)
             for e in range(4):
                 words[(stage * self.groups + group) * 4 + e] = loaded[e]
 
@@ -106,9 +113,8 @@ class ProjectionKernel:
         """This lane's part of a block of keys of one token."""
         _, blocks, _, first_block = shape
         inside = first_block + step * (WARPS * self.key_ctas) < blocks
-        loaded = _load_if(
-            source + step * (WARPS * self.key_ctas * BLOCK_KEYS), Int32(cutlass.select_(inside, 1, 0))
-        )
+        place = source + step * (WARPS * self.key_ctas * BLOCK_KEYS)
+        loaded = _load_if(LOAD_TOKENS, place, Int32(cutlass.select_(inside, 1, 0)))
         for e in range(4):
             words[stage * 4 + e] = loaded[e]
 
@@ -124,13 +130,12 @@ class ProjectionKernel:
                     acc[tile * 4 + i] = sums[i]
 
     @cute.jit
-    def _prefetch(self, pools, slots, pending, index):
+    def _prefetch(self, pools, slot, pending, index):
         """Piece `index` of what the round reads of its slot, into L2."""
         cs_q, cs_k, cs_v, ssm, state_tok = pools
-        slot, pool = slots[0], ssm.shape[0]
-        if slot >= 0 and slot < pool:
+        if slot >= 0:
             drafts, width = state_tok.shape[2], cs_q.shape[1]
-            count = cutlass.max(cutlass.min(pending[slot], drafts), Int32(0))
+            count = cutlass.max(cutlass.min(pending, drafts), Int32(0))
             pieces = ssm.shape[1] * (V * K // PIECE_FLOATS)
             records = pieces + 3 * drafts
             if index < pieces:
@@ -159,6 +164,15 @@ class ProjectionKernel:
         for warp in cutlass.range_constexpr(1, WARPS):
             total = total + s_part[(warp * MAX_TOKENS + token) * self.pitch + row]
         return total
+
+    @cute.jit
+    def _send_to_peer(self, value, place, mbar, peer):
+        """st.async of a sum to the same place of the CTA that collects its row, be it this one."""
+        send = cute.make_copy_atom(cpasync.CopyDsmemStoreOp(), Float32, num_bits_per_copy=32)
+        word = cute.make_rmem_tensor((1,), Float32)
+        word[0] = value
+        there = cute.make_tensor(cute.arch.map_dsmem_ptr(place, peer), cute.make_layout((1,)))
+        cute.copy(send, word, there, mbar_ptr=cute.arch.map_dsmem_ptr(mbar, peer))
 
     @cute.kernel
     def kernel(
@@ -189,9 +203,16 @@ class ProjectionKernel:
 
         smem = cutlass.memory.SmemAllocator()
         s_part = smem.allocate_tensor(Float32, cute.make_layout(WARPS * MAX_TOKENS * self.pitch), 128)
-        s_sum = s_part
+        inbox, mbar = s_part, s_part.iterator
+        share = rows // key_ctas  # the rows whose sums this CTA collects and stores
         if cutlass.const_expr(key_ctas > 1):
-            s_sum = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * rows), 128)
+            inbox = smem.allocate_tensor(Float32, cute.make_layout(MAX_TOKENS * rows), 128)
+            mbar = smem.allocate_array(Int64, 1)
+            if tid == 0:
+                cute.arch.mbarrier_init(mbar, 1)
+                cute.arch.mbarrier_init_fence()
+                cute.arch.mbarrier_arrive_and_expect_tx(mbar, MAX_TOKENS * rows * 4)
+            cute.arch.cluster_arrive_relaxed()
 
         weights = cute.make_rmem_tensor((stages * self.groups * 4,), Int32)
         tokens = cute.make_rmem_tensor((stages * 4,), Int32)
@@ -203,17 +224,19 @@ class ProjectionKernel:
         if cutlass.const_expr(self.pdl):
             cute.arch.griddepcontrol_launch_dependents()
             cute.arch.griddepcontrol_wait()
+        slot = slots[0]
         # Columns past the last token repeat it, and are dropped.
         token_source = x.iterator + (Int64(cutlass.min(quad, num_tokens - 1)) * x.stride[0] + key)
         for stage in cutlass.range_constexpr(stages):
             self._load_tokens(tokens, token_source, stage, Int32(stage), shape)
 
+        count = pending[cutlass.max(slot, Int32(0))]  # here, so that nobody waits for it in the loop
         steps_of_rank = (blocks + WARPS * key_ctas - 1) // (WARPS * key_ctas)
         rounds = (steps_of_rank + stages - 1) // stages
         for step in cutlass.range(rounds, unroll=1):
             if step == rounds * 3 // 4:
                 index = (cluster * key_ctas + rank) + tid * (clusters * key_ctas)
-                self._prefetch((cs_q, cs_k, cs_v, ssm, state_tok), slots, pending, index)
+                self._prefetch((cs_q, cs_k, cs_v, ssm, state_tok), slot, count, index)
             for stage in cutlass.range_constexpr(stages):
                 self._multiply(acc, weights, tokens, stage)
                 after = (step + 1) * stages + stage
@@ -225,31 +248,28 @@ class ProjectionKernel:
                 token, row = 2 * col + i % 2, tile * 16 + 8 * (i // 2) + quad
                 s_part[(warp * MAX_TOKENS + token) * self.pitch + row] = acc[tile * 4 + i]
         cute.arch.sync_threads()
+        if cutlass.const_expr(key_ctas > 1):
+            cute.arch.cluster_wait()  # every peer's inbox is ready
         for step in cutlass.range_constexpr((MAX_TOKENS * rows + THREADS - 1) // THREADS):
             index = step * THREADS + tid
             token, row = index // rows, index % rows
             if token < MAX_TOKENS:
                 total = self._sum_warps(s_part, token, row)
                 if cutlass.const_expr(key_ctas > 1):
-                    s_sum[index] = total
+                    place = (rank * MAX_TOKENS + token) * share + row % share
+                    self._send_to_peer(total, inbox.iterator + place, mbar, row // share)
                 elif token < num_tokens and first_row + row < columns:
                     out[token, first_row + row] = total.to(BFloat16)
         if cutlass.const_expr(key_ctas > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-            share = rows // key_ctas
+            ptx.wait_for_peers(mbar)
             for step in cutlass.range_constexpr((MAX_TOKENS * share + THREADS - 1) // THREADS):
                 index = step * THREADS + tid
                 token, row = index // share, rank * share + index % share
                 if token < num_tokens and first_row + row < columns:
-                    place = s_sum.iterator + (token * rows + row)
-                    total = Float32(0.0)
-                    for peer in cutlass.range_constexpr(key_ctas):
-                        total = total + cute.arch.map_dsmem_ptr(place, peer).load()
+                    total = inbox[index]
+                    for peer in cutlass.range_constexpr(1, key_ctas):
+                        total = total + inbox[peer * (MAX_TOKENS * share) + index]
                     out[token, first_row + row] = total.to(BFloat16)
-            # Nobody leaves while a peer reads its sums.
-            cute.arch.cluster_arrive_relaxed()
-            cute.arch.cluster_wait()
 
 
 def fake_arguments(config: ProjectionConfig) -> tuple[Any, ...]:
