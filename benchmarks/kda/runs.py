@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,13 @@ def load_run(op: str, name: str, machine: Machine) -> Callable[..., Any]:
                 raise ValueError(f"{op} has no kernel {variant!r}, only {', '.join(configs)}")
             run = partial(run, config=configs[variant])
     elif variant:
-        run = partial(run, **parse_keywords(variant))
+        keywords = parse_keywords(variant)
+        known = [x.name for x in signature(run).parameters.values() if x.kind == x.KEYWORD_ONLY]
+        if unknown := set(keywords) - set(known):
+            raise ValueError(
+                f"{op} in {base} has no keyword {min(unknown)!r}, only {', '.join(known) or 'none'}"
+            )
+        run = partial(run, **keywords)
     return run
 
 

@@ -202,6 +202,8 @@ def test_variants_are_kernels_by_symbol_or_keywords() -> None:
         parse_keywords("rows32")
     machine = Machine(device="cpu", variants=True)
     assert runs.implementation_names("k3_kda_verify", machine) == ["torch"]
+    with pytest.raises(ValueError, match="no keyword 'speed'"):
+        runs.load_run("kda_decode", "triton/speed=2", machine)
     with pytest.raises(ValueError, match="no kernel 'split3'.*split1"):
         runs.load_run("k3_kda_verify", "cute/split3", machine)
 
@@ -221,6 +223,14 @@ def test_on_a_gpu_kernels_are_measured_and_an_op_without_any_says_so(monkeypatch
     (arm,) = comparisons.op_arms(comparisons.PREFILL_ARM, Size(n=1, t=64, p=0), 1, machine)
     with pytest.raises(ValueError, match="nothing but its torch reference on sm_90a"):
         arm.make()
+
+
+@pytest.mark.parametrize("op", sorted({op for ops in comparisons.OPS_OF.values() for op in ops if op in OPS}))
+def test_every_variant_that_is_listed_can_be_loaded(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "architecture_of", lambda device: "sm_90a")
+    machine = Machine(device="cuda", variants=True)
+    for name in runs.implementation_names(op, machine):
+        assert callable(runs.load_run(op, name, machine)), name
 
 
 def test_prompts_are_launched_one_by_one_and_everything_else_is_captured() -> None:
