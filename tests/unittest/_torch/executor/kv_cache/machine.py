@@ -49,7 +49,9 @@ MAX_TOKENS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """What is varied between machines. `reuse` shares prompts and keeps snapshots of them."""
+    """What is varied between machines. `reuse` shares prompts and keeps snapshots of them. `conv_dtype` is the
+    extended windows' element type; with bfloat16 the model's projections are bfloat16 numbers.
+    """
 
     scheme: str = "records"
     host_acceptance: bool = True
@@ -57,6 +59,7 @@ class MachineOptions:
     batch: int = 3
     num_spec: int = 3
     host_tier: bool = True
+    conv_dtype: torch.dtype = torch.float32
     check_all_every: int = 20
     device: str = "cpu"
 
@@ -80,6 +83,7 @@ class Machine:
         self.rng = random.Random(seed)
         self.options = options
         self.toy = ToyKda(num_layers=2, H=1, K=32, device=options.device)
+        self.toy.qkv = [table.to(options.conv_dtype).float() for table in self.toy.qkv]
         self.manager = self._make_manager()
         self.live: dict[int, Live] = {}
         self.dummies: dict[int, DummyRequest] = {}
@@ -109,6 +113,8 @@ class Machine:
             max_seq_len=64,
             config=config,
             kda_verify_scheme=options.scheme,
+            conv_dtype=options.conv_dtype,
+            kda_conv_dtype=options.conv_dtype,
             decoding_type="NGram" if options.host_acceptance else "MTP",
             device=options.device,
         )
@@ -421,7 +427,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     variants = [
-        MachineOptions(scheme=scheme, host_acceptance=host, reuse=reuse)
+        MachineOptions(scheme=scheme, host_acceptance=host, reuse=reuse, conv_dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
         for scheme in SCHEMES
         for host in (True, False)
         for reuse in ((False,) if scheme == "records" else (False, True))

@@ -2,12 +2,19 @@
 """10,000 random steps against literal requests; `machine.py` runs a million of them."""
 
 import pytest
+import torch
 
 from tests.unittest._torch.executor.kv_cache.machine import SCHEMES, MachineOptions, run
 
 STEPS_PER_RUN = 500
 VARIANTS = [
-    MachineOptions(scheme=scheme, host_acceptance=host_acceptance, reuse=reuse, host_tier=host_tier)
+    MachineOptions(
+        scheme=scheme,
+        host_acceptance=host_acceptance,
+        reuse=reuse,
+        host_tier=host_tier,
+        conv_dtype=torch.float32 if host_tier else torch.bfloat16,
+    )
     for scheme in SCHEMES
     for host_acceptance in (True, False)
     for reuse in ((False,) if scheme == "records" else (False, True))
