@@ -52,10 +52,14 @@ class GraphTimer:
         torch.cuda.synchronize()
         if not captured:
             return Launches(calls)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph):
+                for call in calls:
+                    call()
+        finally:
+            # A capture that fails leaves its own stream the current one.
+            torch.cuda.set_stream(stream)
         graph.replay()
         torch.cuda.synchronize()
         return graph
