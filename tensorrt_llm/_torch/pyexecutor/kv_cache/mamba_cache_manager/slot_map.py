@@ -107,7 +107,7 @@ class SlotMap:
     def suspend(self, request_id: int) -> None:
         """Apply the request's pending drafts to its state, and take its slot from it.
 
-        RuntimeError while its acceptance is pending. Waits for the device.
+        RuntimeError while its acceptance is pending. Waits for the device only where no kernel commits.
         """
         if request_id not in self.state_index:
             return

@@ -145,12 +145,11 @@ def plan_verify(
     is_draft: bool,
     kda_conv_dtype: torch.dtype = torch.float32,
 ) -> VerifyPlan | None:
-    """What undoes rejected drafts. None without verify rounds, where both options are inert.
+    """What undoes rejected drafts. None without verify rounds, where the options are inert.
 
     A draft manager keeps no records. Raises ValueError for an unknown name, for records asked for and
     another scheme named, and for extended windows that would not hold the projections exactly.
     """
-    check_conv_dtype(spec, kda_conv_dtype)
     named = None if kda_verify_scheme is None else get_scheme(kda_verify_scheme)
     if kda_token_states and named not in (None, RECORDS):
         raise ValueError(
@@ -158,6 +157,7 @@ def plan_verify(
         )
     if kda_replay_num_spec is None:
         return None
+    check_conv_dtype(spec, kda_conv_dtype)
     scheme = named or (RECORDS if kda_token_states else REPLAY)
     geometry = KdaGeometry(
         num_heads=spec.num_heads,

@@ -49,8 +49,10 @@ MAX_TOKENS = 40
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
-    """What is varied between machines. `reuse` shares prompts and keeps snapshots of them. `conv_dtype` is the
-    extended windows' element type; with bfloat16 the model's projections are bfloat16 numbers.
+    """What is varied between machines.
+
+    `reuse` shares prompts and keeps snapshots of them. `conv_dtype` is the extended windows' element type;
+    with bfloat16 the model's projections are bfloat16 numbers.
     """
 
     scheme: str = "records"

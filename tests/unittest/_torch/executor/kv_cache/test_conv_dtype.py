@@ -161,6 +161,12 @@ def test_the_factory_names_it_only_where_it_is_asked_for() -> None:
     assert "kda_conv_dtype" not in keywords()
 
 
+def test_without_verify_rounds_there_are_no_windows_to_round() -> None:
+    manager = make_manager(num_spec=None, kda_conv_dtype=torch.bfloat16)
+    assert manager.kda_conv_q is None and manager.side_bytes == 0
+    manager.shutdown()
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
