@@ -33,6 +33,7 @@ from benchmarks.kda.sizes import STANDARD, Size, layer_copies, records_bytes
 from benchmarks.kda.table import ratios, table
 from benchmarks.kda.timing import DryTimer, Figure, GraphTimer, Timer
 from benchmarks.kda.yardsticks import check_yardsticks
+from tensorrt_llm import envs
 
 MIN_COPY_TB_PER_S = 3.6
 DONE, FAILED, OUT_OF_TIME = 0, 1, 3
@@ -179,7 +180,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--p", type=parse_count, help='drafts to replay, or "mixed"')
     parser.add_argument("--implementations", nargs="+", default=[], help="cute, triton/rows=32,warps=8 ...")
     parser.add_argument("--variants", action="store_true", help="add every compiled configuration")
-    parser.add_argument("--pack", type=Path, help="kernel pack; without it the DSL compiles")
+    parser.add_argument(
+        "--pack", type=Path, default=envs.kernel_pack(), help="kernel pack; what it lacks the DSL compiles"
+    )
     parser.add_argument("--out", type=Path, help="JSON file: rows join those in it")
     parser.add_argument(
         "--seconds", type=float, default=math.inf,
