@@ -57,9 +57,11 @@ from .errors import (
 )
 from .layout import PageIndexConverter, PoolGroupDesc
 from .life_cycle import AttnLifeCycle, LifeCycle, SsmLifeCycle
+from .scratch import ScratchDesc
 
 if TYPE_CHECKING:
     from .cache import _KVCache as _KVCache
+    from .cold_codec import ColdPageCodec as ColdPageCodec
     from .drop_plan import CommittedBlockDropPlan as CommittedBlockDropPlan
     from .events import KVCacheEvent as KVCacheEvent
     from .events import KVCacheEventManager as KVCacheEventManager
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from .storage import StorageStatistics as StorageStatistics
 
 _HOME_OF = {
+    "ColdPageCodec": ".cold_codec",
     "CommittedBlockDropPlan": ".drop_plan",
     "KVCacheEvent": ".events",
     "KVCacheEventManager": ".events",
@@ -98,6 +101,7 @@ __all__ = [
     "CacheStatus",
     "CacheTier",
     "CacheTierConfig",
+    "ColdPageCodec",
     "CommittedBlockDropPlan",
     "CuError",
     "CuOOMError",
@@ -131,6 +135,7 @@ __all__ = [
     "Priority",
     "RequestStats",
     "ResourceBusyError",
+    "ScratchDesc",
     "SlotId",
     "SsmLayerConfig",
     "SsmLifeCycle",

@@ -91,7 +91,7 @@ class BlockTables:
             first = self._stale(value, new_history_length).stop
             stop = cdiv(new_capacity, self._tokens_per_block)
             kept = [one for one in self._tables[life_cycle].scratch_ordinals if first <= one < stop]
-            end = max(new_history_length, new_capacity - plan.max_rewind_len)
+            end = max(new_history_length, new_capacity)
             if kept and (new_history_length > history_length or kept[-1] >= self._stale(value, end).stop):
                 raise MisuseError(
                     f"capacity {new_capacity} and history {new_history_length} come back to blocks "

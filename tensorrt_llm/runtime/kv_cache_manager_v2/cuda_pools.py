@@ -13,9 +13,18 @@ from cuda.bindings import driver
 
 from ._math import cdiv, round_up
 from ._types import MemAddress, SlotId
+from .cold_codec import Convert
 from .config import CacheTierConfig, GpuCacheTierConfig, HostCacheTierConfig
 from .errors import CuError, CuOOMError, HostOOMError
-from .pools import CpuPool, DiskPool, Pool, close_pools, make_cold_or_cpu_pool, total_host_bytes
+from .pools import (
+    CpuPool,
+    DiskPool,
+    Pool,
+    close_pools,
+    convert_slot,
+    make_cold_or_cpu_pool,
+    total_host_bytes,
+)
 from .streams import Event, StreamHandle, StreamOps
 
 
@@ -171,9 +180,6 @@ class PinnedHostPool(CpuPool):
             self._pin()
             raise
 
-    def slot_view(self, slot: SlotId) -> torch.Tensor:
-        return self.bytes_view()[slot * self.slot_size : (slot + 1) * self.slot_size]
-
     def _pin(self) -> None:
         num_bytes = self.num_slots * self.slot_size
         if num_bytes:
@@ -267,3 +273,22 @@ class CudaBackend:
                 src, VirtualMemoryPool | PinnedHostPool
             ):
                 dst.slot_view(dst_slot).copy_(src.slot_view(src_slot), non_blocking=True)
+
+    def convert_slot(
+        self,
+        convert: Convert,
+        dst: Pool,
+        dst_slot: SlotId,
+        src: Pool,
+        src_slot: SlotId,
+        stream: StreamHandle,
+    ) -> None:
+        torch_stream = self._stream_ops.stream(stream)
+        with torch.cuda.stream(torch_stream):
+            touches_file = isinstance(dst, DiskPool) or isinstance(src, DiskPool)
+            if touches_file:
+                torch_stream.synchronize()
+            convert_slot(convert, dst, dst_slot, src, src_slot, torch_stream.synchronize)
+            if touches_file:
+                # The pageable copy of what was read lives until here.
+                torch_stream.synchronize()

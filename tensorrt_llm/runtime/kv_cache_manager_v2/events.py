@@ -15,6 +15,7 @@ from ._types import CacheLevel, LayerGroupId, Priority
 from .errors import MisuseError
 from .page import Page, SnapshotPage
 from .reuse_tree import Block, RootBlock
+from .stats import StatsCollector
 from .tokens import TokenPacker
 
 
@@ -156,3 +157,24 @@ class KVCacheEventManager:
         event = KVCacheEvent(event_id=self._next_id, data=data, layer_group=layer_group, window_size=window)
         self._events.append(event)
         self._next_id += 1
+
+
+class StatsAndEvents:
+    """Tells both of what happens in the storage."""
+
+    def __init__(self, stats: StatsCollector, events: KVCacheEventManager) -> None:
+        self._stats = stats
+        self._events = events
+
+    def on_allocated(self, life_cycle: LayerGroupId, num_pages: int) -> None:
+        self._stats.on_allocated(life_cycle, num_pages)
+
+    def on_moved(self, page: Page, source: CacheLevel) -> None:
+        self._stats.on_moved(page, source)
+        self._events.on_moved(page, source)
+
+    def on_copied(self, destination: Page) -> None:
+        self._stats.on_copied(destination)
+
+    def on_dropped(self, page: Page) -> None:
+        self._stats.on_dropped(page)

@@ -3,13 +3,12 @@
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 import torch
 
-from ._math import cdiv, float32
+from ._math import float32
 from ._types import (
     GPU_LEVEL,
     CacheLevel,
@@ -21,20 +20,20 @@ from ._types import (
 )
 from .backends import make_backend
 from .cache import CacheOptions, _KVCache
+from .cold_codec import ColdPageCodec, slot_sizes_by_level
 from .committer import PriorityCallback
 from .config import BatchDesc, KVCacheDesc, KVCacheManagerConfig
 from .errors import MisuseError, OutOfMemoryError, ResourceBusyError
-from .events import KVCacheEventManager
+from .events import KVCacheEventManager, StatsAndEvents
 from .integrity import check_storage, check_tree
 from .layout import BufferAttr, PageIndexConverter, PoolGroupDesc, build_layout
 from .life_cycle import AttnLifeCycle, LifeCycleRegistry
 from .matching import PrefixMatch, PrefixMatcher
-from .page import Page
 from .quota import batch_slots, split_tier
 from .rebalance import RatioTracker
 from .reuse_tree import ReuseTree, SilentTreeListener
 from .scratch import make_scratch_plan
-from .stats import KVCacheIterationStats, LifeCycleStats, LookupStats, StatsCollector
+from .stats import KVCacheIterationStats, LifeCycleStats, LookupStats, StatsCollector, describe_lookup
 from .storage import Storage, StorageStatistics
 from .storage_resize import set_num_slots
 from .tokens import TokenIds, TokenPacker
@@ -43,7 +42,8 @@ from .tokens import TokenIds, TokenPacker
 class KVCacheManager:
     """Owns the memory of all tiers and hands out per-request caches.
 
-    `event_manager`: told about everything that can be reused. `device`: where level 0 lives, "cuda" or
+    `event_manager`: told about everything that can be reused. `cold_page_codec`: the form of pages off the
+    GPU; None keeps them as they are. `device`: where level 0 lives, "cuda" or
     "cpu". `clock`: seconds, for the rebalance cooldown. Raises MisuseError (a ValueError) for a
     configuration that cannot work and OutOfMemoryError when memory is refused; then nothing stays
     allocated.
@@ -53,31 +53,31 @@ class KVCacheManager:
         self,
         config: KVCacheManagerConfig,
         event_manager: KVCacheEventManager | None = None,
-        cold_page_codec: None = None,
+        cold_page_codec: ColdPageCodec | None = None,
         *,
         device: str = "cuda",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if cold_page_codec is not None:
-            raise MisuseError(
-                "cold_page_codec is not supported: cold pages keep the hot layout; leave it at None"
-            )
         self._config = replace(config, max_util_for_resume=float32(config.max_util_for_resume))
         self.device = torch.device(device)
         self.life_cycles = LifeCycleRegistry(config.layers, config.tokens_per_block)
         self._layout = build_layout(config.layers, self.life_cycles, config.tokens_per_block)
         self.scratch_plan = make_scratch_plan(config.swa_scratch_reuse, self._layout.layer_shares)
         groups = self._layout.pool_groups
-        slot_bytes = tuple(groups[group].slot_bytes for group in self._layout.group_of)
-        self._stats = StatsCollector(len(self.life_cycles), len(config.cache_tiers), slot_bytes)
+        slot_sizes = slot_sizes_by_level(cold_page_codec, self._layout, len(config.cache_tiers))
+        self._stats = StatsCollector(
+            [[sum(sizes[group]) for group in self._layout.group_of] for sizes in slot_sizes]
+        )
         packer = TokenPacker(text_only=config.text_only)
         if event_manager is not None:
             windows = [
                 value.window_size if isinstance(value, AttnLifeCycle) else None for value in self.life_cycles
             ]
             event_manager.bind(windows, packer)
-        listener = self._stats if event_manager is None else _StatsAndEvents(self._stats, event_manager)
-        self.storage = Storage(self._config, self._layout, make_backend(self.device), listener)
+        listener = self._stats if event_manager is None else StatsAndEvents(self._stats, event_manager)
+        self.storage = Storage(
+            self._config, self._layout, make_backend(self.device), listener, slot_sizes, cold_page_codec
+        )
         self.tree = ReuseTree(
             config.tokens_per_block, self.life_cycles, packer, event_manager or SilentTreeListener()
         )
@@ -157,7 +157,8 @@ class KVCacheManager:
         cache = _KVCache(self, options)
         if input_tokens is not None:
             match = self._match(reuse_scope, ids, expected_prompt_length)
-            lookup = self._describe_lookup(match, max(len(ids), expected_prompt_length or 0))
+            num_prompt_tokens = max(len(ids), expected_prompt_length or 0)
+            lookup = describe_lookup(match, num_prompt_tokens, self.life_cycles, self.tokens_per_block)
             cache.adopt_match(match, ids, lookup)
         self._caches[cache] = None
         return cache
@@ -177,26 +178,6 @@ class KVCacheManager:
                 f"expected_prompt_length is {prompt_length}; give the prompt's number of tokens"
             )
         return self._matcher.match(scope, ids, min(len(ids), prompt_length - 1))
-
-    def _describe_lookup(self, match: PrefixMatch, num_prompt_tokens: int) -> LookupStats:
-        lookup = LookupStats()
-        num_blocks = cdiv(num_prompt_tokens, self.tokens_per_block)
-        for life_cycle, value in self.life_cycles.attention:
-            stale = value.stale_range(match.num_tokens, self.tokens_per_block)
-            num_full = len(match.blocks) - min(stale.length, len(match.blocks))
-            num_partial = int(match.partial is not None)
-            missed = num_blocks - len(match.blocks) - num_partial
-            lookup.by_life_cycle[life_cycle] = LifeCycleStats(
-                full_reused_blocks=num_full, partial_reused_blocks=num_partial, missed_blocks=missed
-            )
-        if self.life_cycles.attention:
-            first = self.life_cycles.attention[0][0]
-            levels = Counter(page.level for block in match.blocks if (page := block.page_of(first)))
-            lookup.cached_tokens_by_level = {level: n * self.tokens_per_block for level, n in levels.items()}
-        if self.life_cycles.ssm_id is not None:
-            lookup.snapshot_lookups = 1
-            lookup.snapshot_hits = int(match.snapshot is not None)
-        return lookup
 
     def forget(self, cache: _KVCache) -> None:
         """Called by a cache that closes, while it still holds its pages."""
@@ -301,14 +282,27 @@ class KVCacheManager:
         if ratio is None:
             return False
         levels = [CacheLevel(index) for index in range(len(self.storage.tiers))]
-        is_done = all([self._split_again(level, self.get_quota(level), ratio) for level in levels])
+        is_done = all(
+            [
+                self._split_again(level, self.get_quota(level), self._ratio_at(level, ratio))
+                for level in levels
+            ]
+        )
         self._ratios.on_adjusted()
         return is_done
+
+    def _ratio_at(self, level: CacheLevel, ratio: Sequence[float]) -> Sequence[float]:
+        """Return the shares of a level's bytes that hold as many slots as shares `ratio` of GPU bytes."""
+        hot, cold = (self.storage.sizings[one].slot_sizes for one in (GPU_LEVEL, level))
+        if hot == cold:
+            return ratio
+        shares = [share * sum(c) / sum(h) for share, h, c in zip(ratio, hot, cold, strict=True)]
+        return [share / math.fsum(shares) for share in shares]
 
     def _split_again(self, level: CacheLevel, quota: int, ratio: Sequence[float]) -> bool:
         tier, grain = self.cache_tier_list[level], self.storage.grains[level]
         try:
-            split = split_tier(tier, quota, self.storage.sizing, ratio=ratio, grain=grain)
+            split = split_tier(tier, quota, self.storage.sizings[level], ratio=ratio, grain=grain)
             set_num_slots(self.storage, level, split.num_slots, 0)
         except OutOfMemoryError:
             return False
@@ -434,24 +428,3 @@ class KVCacheManager:
             raise ResourceBusyError(
                 f"{call}() while {len(names)} caches are open ({names[:8]}); close them first"
             )
-
-
-class _StatsAndEvents:
-    """Tells both listeners."""
-
-    def __init__(self, stats: StatsCollector, events: KVCacheEventManager) -> None:
-        self._stats = stats
-        self._events = events
-
-    def on_allocated(self, life_cycle: LayerGroupId, num_pages: int) -> None:
-        self._stats.on_allocated(life_cycle, num_pages)
-
-    def on_moved(self, page: Page, source: CacheLevel) -> None:
-        self._stats.on_moved(page, source)
-        self._events.on_moved(page, source)
-
-    def on_copied(self, destination: Page) -> None:
-        self._stats.on_copied(destination)
-
-    def on_dropped(self, page: Page) -> None:
-        self._stats.on_dropped(page)

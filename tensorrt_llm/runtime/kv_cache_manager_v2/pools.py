@@ -9,13 +9,14 @@ import errno
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from ._math import round_up
 from ._types import MemAddress, SlotId
+from .cold_codec import Convert
 from .config import CacheTierConfig, DiskCacheTierConfig
 from .errors import DiskOOMError, HostOOMError, MisuseError
 from .streams import CpuStreamOps, StreamHandle, StreamOps
@@ -42,6 +43,9 @@ class Pool(Protocol):
 
     def bytes_view(self) -> torch.Tensor:
         """Return uint8 [num_slots * slot_size] over the pool's own memory; MisuseError for a file."""
+
+    def slot_view(self, slot: SlotId) -> torch.Tensor:
+        """Return uint8 [slot_size] over the memory of a slot; of a file, a copy."""
 
     def read_slot(self, slot: SlotId) -> memoryview | bytes:
         """Return the bytes of a slot, valid until the slot changes."""
@@ -87,6 +91,9 @@ class CpuPool:
 
     def bytes_view(self) -> torch.Tensor:
         return self._tensor[: self.num_slots * self.slot_size]
+
+    def slot_view(self, slot: SlotId) -> torch.Tensor:
+        return self._tensor[slot * self.slot_size : (slot + 1) * self.slot_size]
 
     def read_slot(self, slot: SlotId) -> memoryview | bytes:
         return self._view[slot * self.slot_size : (slot + 1) * self.slot_size]
@@ -147,6 +154,9 @@ class DiskPool:
     def bytes_view(self) -> torch.Tensor:
         raise MisuseError("a disk pool cannot be viewed; ask for level 0")
 
+    def slot_view(self, slot: SlotId) -> torch.Tensor:
+        return torch.frombuffer(bytearray(self.read_slot(slot)), dtype=torch.uint8)
+
     def read_slot(self, slot: SlotId) -> memoryview | bytes:
         return os.pread(self._descriptor, self.slot_size, slot * self.slot_size)
 
@@ -187,6 +197,17 @@ class MemoryBackend(Protocol):
     ) -> None:
         """Copy one slot on `stream`. On failure raises, and only the destination slot may be changed."""
 
+    def convert_slot(
+        self,
+        convert: Convert,
+        dst: Pool,
+        dst_slot: SlotId,
+        src: Pool,
+        src_slot: SlotId,
+        stream: StreamHandle,
+    ) -> None:
+        """Overwrite one slot with the other form of another, as `copy_slot` does with the same form."""
+
 
 class CpuBackend:
     """Everything in host memory and files; copies are done when the call returns."""
@@ -211,6 +232,35 @@ class CpuBackend:
         self, dst: Pool, dst_slot: SlotId, src: Pool, src_slot: SlotId, stream: StreamHandle
     ) -> None:
         dst.write_slot(dst_slot, src.read_slot(src_slot))
+
+    def convert_slot(
+        self,
+        convert: Convert,
+        dst: Pool,
+        dst_slot: SlotId,
+        src: Pool,
+        src_slot: SlotId,
+        stream: StreamHandle,
+    ) -> None:
+        convert_slot(convert, dst, dst_slot, src, src_slot)
+
+
+def convert_slot(
+    convert: Convert,
+    dst: Pool,
+    dst_slot: SlotId,
+    src: Pool,
+    src_slot: SlotId,
+    wait: Callable[[], None] = lambda: None,
+) -> None:
+    """Convert a slot; what goes to a file is written when `wait` has seen the conversion done."""
+    if isinstance(dst, DiskPool):
+        staged = torch.empty(dst.slot_size, dtype=torch.uint8)
+        convert(src.slot_view(src_slot), staged)
+        wait()
+        dst.write_slot(dst_slot, staged.numpy().data)
+    else:
+        convert(src.slot_view(src_slot), dst.slot_view(dst_slot))
 
 
 def make_cold_or_cpu_pool(

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters of what the cache did. They only grow; an iteration's figures are differences of two readings."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
+from ._math import cdiv
 from ._types import CacheLevel, LifeCycleId
+from .life_cycle import LifeCycleRegistry
+from .matching import PrefixMatch
 from .page import Page
 
 
@@ -83,10 +88,34 @@ class LookupStats:
     snapshot_hits: int = 0
 
 
-class StatsCollector:
-    """Counts for one manager; the storage's listener."""
+def describe_lookup(
+    match: PrefixMatch, num_prompt_tokens: int, life_cycles: LifeCycleRegistry, tokens_per_block: int
+) -> LookupStats:
+    """Return what `match` gives a prompt of `num_prompt_tokens` tokens."""
+    lookup = LookupStats()
+    num_blocks, num_partial = cdiv(num_prompt_tokens, tokens_per_block), int(match.partial is not None)
+    for life_cycle, value in life_cycles.attention:
+        stale = value.stale_range(match.num_tokens, tokens_per_block)
+        lookup.by_life_cycle[life_cycle] = LifeCycleStats(
+            full_reused_blocks=len(match.blocks) - min(stale.length, len(match.blocks)),
+            partial_reused_blocks=num_partial,
+            missed_blocks=num_blocks - len(match.blocks) - num_partial,
+        )
+    if life_cycles.attention:
+        first = life_cycles.attention[0][0]
+        levels = Counter(page.level for block in match.blocks if (page := block.page_of(first)))
+        lookup.cached_tokens_by_level = {level: n * tokens_per_block for level, n in levels.items()}
+    if life_cycles.ssm_id is not None:
+        lookup.snapshot_lookups = 1
+        lookup.snapshot_hits = int(match.snapshot is not None)
+    return lookup
 
-    def __init__(self, num_life_cycles: int, num_levels: int, slot_bytes: tuple[int, ...]) -> None:
+
+class StatsCollector:
+    """Counts for one manager; the storage's listener. `slot_bytes[level][life_cycle]`."""
+
+    def __init__(self, slot_bytes: Sequence[Sequence[int]]) -> None:
+        num_levels, num_life_cycles = len(slot_bytes), len(slot_bytes[0])
         self._counts = [LifeCycleStats() for _ in range(num_life_cycles)]
         self._read = [LifeCycleStats() for _ in range(num_life_cycles)]
         self._slot_bytes = slot_bytes
@@ -100,7 +129,9 @@ class StatsCollector:
         self._counts[life_cycle].alloc_blocks += num_pages
 
     def on_moved(self, page: Page, source: CacheLevel) -> None:
-        counts, num_bytes = self._counts[page.life_cycle], self._slot_bytes[page.life_cycle]
+        counts = self._counts[page.life_cycle]
+        # What goes between levels has the form of the colder one.
+        num_bytes = self._slot_bytes[max(page.level, source)][page.life_cycle]
         if page.level < source:
             counts.onboard_bytes += num_bytes
         elif page.level > source:
@@ -109,9 +140,8 @@ class StatsCollector:
             counts.intra_device_copy_bytes += num_bytes
 
     def on_copied(self, destination: Page) -> None:
-        self._counts[destination.life_cycle].intra_device_copy_bytes += self._slot_bytes[
-            destination.life_cycle
-        ]
+        num_bytes = self._slot_bytes[destination.level][destination.life_cycle]
+        self._counts[destination.life_cycle].intra_device_copy_bytes += num_bytes
 
     def on_dropped(self, page: Page) -> None:
         counts = self._counts[page.life_cycle]

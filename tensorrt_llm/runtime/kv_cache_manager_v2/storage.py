@@ -9,11 +9,12 @@ that needs slots either gets them all or raises OutOfPagesError before anything 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol, TypeVar
 
-from ._types import GPU_LEVEL, CacheLevel, LifeCycleId, PoolGroupIndex, SlotId
+from ._types import GPU_LEVEL, CacheLevel, LifeCycleId, PoolGroupIndex, PoolIndex, SlotId
+from .cold_codec import ColdPageCodec, SlotSizes, conversion
 from .config import KVCacheManagerConfig
 from .errors import LogicError, OutOfMemoryError, OutOfPagesError
 from .eviction import EvictionQueue
@@ -86,6 +87,7 @@ class Storage:
     """All levels. Level 0 is the GPU tier (CPU memory in a CPU-only run).
 
     `unlink`, set by the manager, takes a page out of the reuse tree and returns those nobody needs any more.
+    slot_sizes: per level; `codec` turns pages into what has the size of the cold ones. sizings: per level.
     """
 
     def __init__(
@@ -94,11 +96,15 @@ class Storage:
         layout: StorageLayout,
         backend: MemoryBackend,
         listener: StorageListener,
+        slot_sizes: Sequence[SlotSizes],
+        codec: ColdPageCodec | None = None,
     ) -> None:
         self.layout = layout
         self.backend = backend
         self.streams = backend.streams
-        self.sizing: Sizing = make_sizing(config)
+        sizing = make_sizing(config)
+        self.sizings: list[Sizing] = [replace(sizing, slot_sizes=sizes) for sizes in slot_sizes]
+        self._codec = codec
         self.tiers = list(config.cache_tiers)
         self.last_level = CacheLevel(len(self.tiers) - 1)
         self.unlink: Callable[[Page], Sequence[Page]] = _no_tree
@@ -106,9 +112,9 @@ class Storage:
         self.levels: list[list[GroupStore]] = []
         self.grains: list[int] = []
         try:
-            for tier in self.tiers:
+            for tier, sizing in zip(self.tiers, self.sizings, strict=True):
                 self.levels.append([])
-                split = split_tier(tier.tier, tier.quota, self.sizing)
+                split = split_tier(tier.tier, tier.quota, sizing)
                 self.grains.append(split.grain)
                 for sizes, num_slots in zip(split.slot_sizes, split.num_slots, strict=True):
                     pools = backend.make_pools(tier, sizes, num_slots, split.grain)
@@ -352,8 +358,12 @@ class Storage:
         to, origin = self.group(life_cycle, level), self.group(source.life_cycle, source.level)
         self._wait_for_slot(origin.allocator, source.slot, stream)
         self._wait_for_slot(to.allocator, slot, stream)
-        for dst, src in zip(to.pools, origin.pools, strict=True):
-            self.backend.copy_slot(dst, slot, src, source.slot, stream)
+        for pool, (dst, src) in enumerate(zip(to.pools, origin.pools, strict=True)):
+            convert = conversion(self._codec, life_cycle, PoolIndex(pool), source.level, level)
+            if convert is None:
+                self.backend.copy_slot(dst, slot, src, source.slot, stream)
+            else:
+                self.backend.convert_slot(convert, dst, slot, src, source.slot, stream)
         event = self.streams.record(stream)
         to.allocator.add_event(slot, event)
         origin.allocator.add_event(source.slot, event)

@@ -27,6 +27,7 @@ def random_rule(machine: Machine, rng: random.Random) -> Callable[[], None]:
         (16, lambda: machine.fork(pick, rng.randrange(60), tokens[: small + 1])),
         (18, lambda: machine.resume(pick)),
         (30, lambda: machine.compute(pick, rng.randrange(1, 12), small)),
+        (4, lambda: machine.reserve(pick, rng.randrange(1, 12))),
         (16, lambda: machine.commit(pick, rng.random() < 0.2)),
         (2, lambda: machine.stop_committing(pick)),
         (6, lambda: machine.suspend(pick)),
@@ -41,14 +42,14 @@ def random_rule(machine: Machine, rng: random.Random) -> Callable[[], None]:
     return rng.choices([rule for _, rule in rules], weights)[0]
 
 
-def run(num_steps: int, seed: int) -> Counter[str]:
+def run(num_steps: int, seed: int, episode_steps: int = EPISODE_STEPS) -> Counter[str]:
     """Run `num_steps` rules; returns how often the interesting things happened."""
     rng = random.Random(seed)
     counts: Counter[str] = Counter()
     done = 0
     while done < num_steps:
         machine = Machine(VARIANTS[counts["episodes"] % len(VARIANTS)])
-        for _ in range(min(EPISODE_STEPS, num_steps - done)):
+        for _ in range(min(episode_steps, num_steps - done)):
             rule = random_rule(machine, rng)
             if rng.random() < 0.125:
                 machine.with_fault(rng.randrange(6), rule)

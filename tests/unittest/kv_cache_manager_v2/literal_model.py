@@ -31,8 +31,11 @@ from tensorrt_llm.runtime.kv_cache_manager_v2 import (
     LayerConfig,
     LayerGroupId,
     LayerId,
+    PageIndexMode,
+    PoolGroupDesc,
     Priority,
     SsmLayerConfig,
+    SwaScratchReuseConfig,
     _KVCache,
 )
 from tensorrt_llm.runtime.kv_cache_manager_v2._math import round_up
@@ -42,6 +45,7 @@ from tensorrt_llm.runtime.kv_cache_manager_v2.storage import Storage
 KIB, MIB = 1 << 10, 1 << 20
 TOKENS_PER_BLOCK = 4
 MAX_OPEN_CACHES = 6
+STATE_LAYER = LayerId(2)
 _HASH_BITS = 62
 
 
@@ -50,11 +54,16 @@ class Variant:
     """A kind of model and machine. Slots are large, so that a few MiB hold a few of them.
 
     `num_host_slots` counts attention pages; the GPU tier has two grains of 2 MiB or what the floors need.
+    `rewind`: tokens that a step may take back where its stale blocks share slots, None where they do not.
     """
 
     has_full: bool = True
     window: int | None = None
+    num_window_layers: int = 1
     sink: int | None = None
+    rewind: int | None = None
+    has_codec: bool = False
+    text_only: bool = True
     has_ssm: bool = True
     num_host_slots: int = 0
     num_disk_grains: int = 0
@@ -71,9 +80,10 @@ class Variant:
         if self.has_full:
             layers.append(AttentionLayerConfig(LayerId(0), key))
         if self.window is not None:
-            layers.append(AttentionLayerConfig(LayerId(1), key, self.window, self.sink))
+            for layer in range(10, 10 + self.num_window_layers):
+                layers.append(AttentionLayerConfig(LayerId(layer), key, self.window, self.sink))
         if self.has_ssm:
-            layers.append(SsmLayerConfig(LayerId(2), [BufferConfig("ssm_state", self.state_bytes)]))
+            layers.append(SsmLayerConfig(STATE_LAYER, [BufferConfig("ssm_state", self.state_bytes)]))
         return layers
 
     def config(self, directory: str) -> KVCacheManagerConfig:
@@ -91,6 +101,8 @@ class Variant:
             commit_min_snapshot=self.keeps_minimum or self.has_ssm,
             reuse_match_backoff=self.backoff,
             rebalance_target_ratio_update_interval=5,
+            swa_scratch_reuse=None if self.rewind is None else SwaScratchReuseConfig(self.rewind),
+            text_only=self.text_only,
         )
 
 
@@ -106,7 +118,7 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(has_full=False, window=5, num_host_slots=6),
     Variant(has_full=False, num_host_slots=6),
     Variant(allows_partial=False, num_host_slots=9),
-    Variant(has_ssm=False, allows_partial=False, backoff=3, has_priorities=True),
+    Variant(has_ssm=False, allows_partial=False, backoff=3, has_priorities=True, text_only=False),
     Variant(has_ssm=False, num_host_slots=4, num_disk_grains=1, backoff=1),
     Variant(page_bytes=8 * KIB, state_bytes=8 * KIB),
     Variant(page_bytes=8 * KIB, has_ssm=False),
@@ -115,7 +127,32 @@ VARIANTS: tuple[Variant, ...] = (
     Variant(page_bytes=256 * KIB, state_bytes=700 * KIB, window=5, num_host_slots=6),
     Variant(page_bytes=512 * KIB, window=4, sink=4, has_ssm=False, keeps_minimum=False),
     Variant(page_bytes=512 * KIB, window=7, has_full=False, has_ssm=False, keeps_minimum=False),
-)
+    Variant(window=6, num_window_layers=3, rewind=6, page_bytes=32 * KIB, state_bytes=64 * KIB),
+    Variant(
+        window=5, sink=3, num_window_layers=2, rewind=9, num_host_slots=28, has_ssm=False,
+        page_bytes=64 * KIB,
+    ),
+    Variant(has_full=False, window=5, num_window_layers=4, rewind=6, num_host_slots=24, keeps_minimum=False),
+    Variant(num_host_slots=8, has_codec=True),
+    Variant(
+        window=6, num_window_layers=3, rewind=7, num_host_slots=8, num_disk_grains=1, has_codec=True,
+        page_bytes=64 * KIB, text_only=False,
+    ),
+)  # fmt: skip
+
+
+class HalvingCodec:
+    """Keeps the first half of every 4 KiB, which is all that the model writes to, each byte plus 17."""
+
+    def cold_slot_sizes(self, group: PoolGroupDesc) -> list[int]:
+        return [size // 2 for size in group.slot_sizes]
+
+    def encode(self, life_cycle: int, pool: int, hot: torch.Tensor, cold: torch.Tensor) -> None:
+        cold.view(-1, 2 * KIB).copy_(hot.view(-1, 4 * KIB)[:, : 2 * KIB] + 17)
+
+    def decode(self, life_cycle: int, pool: int, cold: torch.Tensor, hot: torch.Tensor) -> None:
+        hot.fill_(0xEE)
+        hot.view(-1, 4 * KIB)[:, : 2 * KIB] = cold.view(-1, 2 * KIB) - 17
 
 
 class InjectedFailure(Exception):
@@ -128,8 +165,9 @@ class FaultInjector:
     def __init__(self, storage: Storage) -> None:
         self.countdown: int | None = None
         self.num_calls = 0
-        self._copy_slot = storage.backend.copy_slot
-        storage.backend.copy_slot = self._wrap(self._copy_slot)  # type: ignore[method-assign]
+        backend = storage.backend
+        backend.copy_slot = self._wrap(backend.copy_slot)  # type: ignore[method-assign]
+        backend.convert_slot = self._wrap(backend.convert_slot)  # type: ignore[method-assign]
         for level in storage.levels:
             for store in level:
                 store.allocator = _FaultyAllocator(store.allocator, self)  # type: ignore[assignment]
@@ -179,13 +217,17 @@ def rolling_hashes(tokens: Sequence[int], start: int = 0) -> list[int]:
 
 @dataclass(eq=False)
 class Request:
-    """What the model knows of one open cache. `tokens[:num_written]` are in its pages."""
+    """What the model knows of one open cache. `tokens[:num_written]` are in its pages.
+
+    step_end: tokens up to which the next step has its room already.
+    """
 
     cache: _KVCache
     scope: Hashable
     tokens: list[int]
     num_written: int = 0
     num_committed: int = 0
+    step_end: int = 0
     has_state: bool = False
     may_commit: bool = True
     hashes: list[int] = field(default_factory=list)
@@ -206,14 +248,16 @@ class Machine:
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
         self._directory = tempfile.TemporaryDirectory()
-        self.manager = KVCacheManager(variant.config(self._directory.name), device="cpu")
+        codec = HalvingCodec() if variant.has_codec else None
+        config = variant.config(self._directory.name)
+        self.manager = KVCacheManager(config, cold_page_codec=codec, device="cpu")
         self.faults = FaultInjector(self.manager.storage)
         self.requests: list[Request] = []
         self.history: list[tuple[Hashable, tuple[int, ...]]] = []
         self.snapshots: set[tuple[Hashable, tuple[int, ...]]] = set()
         self.offered: set[tuple[Hashable, tuple[int, ...]]] = set()
         self._plans: list[CommittedBlockDropPlan] = []
-        self._views: dict[int, np.ndarray] = {}
+        self._views: dict[tuple[int, bool], np.ndarray] = {}
         self.counts: dict[str, int] = {}
         self._num_dropped_at_clear = 0
 
@@ -260,21 +304,45 @@ class Machine:
         if request is None:
             return
         cache, begin = request.cache, request.num_written
-        end = begin + num_tokens
-        if pick % 3:
-            end = round_up(end, TOKENS_PER_BLOCK)
-        while len(request.tokens) < end:
-            request.continue_text(noise=pick % 7 == 0)
+        end = request.step_end or self._step_end(request, pick, num_tokens)
         before = self._observe(cache)
-        history = max(cache.history_length, begin if pick % 2 else 0)
+        history = max(cache.history_length, begin if pick % 2 and not request.step_end else 0)
         if not cache.resize(max(cache.capacity, end + num_drafts), history):
             assert self._observe(cache) == before
             self._count("grow_refused", True)
             return
+        self._count("shared", any(cache.get_scratch_desc(group) for group in self._groups()))
         self._write(request, begin, end)
         self._write_drafts(request, end, end + num_drafts)
-        assert cache.resize(end, max(cache.history_length, end - pick % 3 if end > 2 else 0))
-        request.num_written = end
+        # An engine may say only with the next step's room how far the last one came.
+        came_to = cache.history_length if pick % 2 == 0 else end - pick % 3
+        assert cache.resize(end, max(cache.history_length, came_to))
+        request.num_written, request.step_end = end, 0
+
+    def _step_end(self, request: Request, pick: int, num_tokens: int) -> int:
+        """Return where the next step of the request ends, its text continued up to there."""
+        end = request.num_written + num_tokens * (1 if self.variant.rewind is None else 3)
+        if pick % 3:
+            end = round_up(end, TOKENS_PER_BLOCK)
+        while len(request.tokens) < end:
+            request.continue_text(noise=pick % 7 == 0)
+        return end
+
+    def reserve(self, pick: int, num_tokens: int) -> None:
+        """Take the room of a step that is computed later, or give it back before that."""
+        request = self._pick(pick, CacheStatus.ACTIVE)
+        if request is None:
+            return
+        cache, begin = request.cache, request.num_written
+        if request.step_end:
+            assert cache.resize(begin)
+            request.step_end = 0
+            return
+        before, end = self._observe(cache), self._step_end(request, pick, num_tokens)
+        if cache.resize(end, max(begin, cache.history_length)):
+            request.step_end = end
+        else:
+            assert self._observe(cache) == before
 
     def commit(self, pick: int, is_end: bool) -> None:
         """Commit everything that is written."""
@@ -400,25 +468,31 @@ class Machine:
                 slot = request.cache.get_ssm_block_base_index(group)
                 assert slot >= 0
                 if request.has_state and request.num_written:
-                    found = int(self._view(group)[slot, 0])
+                    found = int(self._view(STATE_LAYER)[slot, 0])
                     assert found == request.hashes[request.num_written - 1], "recurrent state"
             else:
                 self._check_pages(request, group, value)
 
     def _check_pages(self, request: Request, group: LayerGroupId, value: AttnLifeCycle) -> None:
-        cache, view = request.cache, self._view(group)
+        cache = request.cache
         indices = list(cache.get_base_page_indices(group))
+        scratch = cache.get_scratch_desc(group)
+        shared = set(scratch.ordinals) if scratch else set()
         stale = value.stale_range(cache.history_length, TOKENS_PER_BLOCK)
+        over = value.stale_range(request.num_written, TOKENS_PER_BLOCK)
         assert len(indices) == cache.num_blocks
-        live = [index for index in indices if index >= 0]
+        live = [index for index in indices if index >= 0] + list(scratch.slots if scratch else ())
         assert len(set(live)) == len(live)
         for ordinal, index in enumerate(indices):
-            if index < 0:
-                assert stale.start <= ordinal < stale.stop, "a page is missing"
-                continue
             begin = ordinal * TOKENS_PER_BLOCK
+            if index < 0:
+                is_shared = ordinal in shared and (begin >= request.num_written or ordinal < over.stop)
+                assert is_shared or stale.start <= ordinal < stale.stop, "a page is missing"
+                continue
             expected = request.hashes[begin : min(begin + TOKENS_PER_BLOCK, request.num_written)]
-            assert view[index, : len(expected)].tolist() == expected, f"tokens from {begin}"
+            for layer in self.manager.layer_grouping[group]:
+                found = self._view(layer)[index, : len(expected)].tolist()
+                assert found == expected, f"layer {layer}, tokens from {begin}"
 
     def _check_reuse(self, scope: Hashable, tokens: tuple[int, ...], num_reused: int) -> None:
         if num_reused and self.variant.has_ssm:
@@ -484,29 +558,48 @@ class Machine:
         ssm_id = self.manager.life_cycles.ssm_id
         if ssm_id is not None and end:
             slot = request.cache.get_ssm_block_base_index(ssm_id)
-            self._view(ssm_id)[slot, 0] = request.hashes[end - 1]
+            self._view(STATE_LAYER)[slot, 0] = request.hashes[end - 1]
 
     def _write_drafts(self, request: Request, begin: int, end: int) -> None:
         self._write_cells(request.cache, begin, [-1 - step for step in range(end - begin)])
 
     def _write_cells(self, cache: _KVCache, begin: int, cells: Sequence[int]) -> None:
-        for group, value in self.manager.life_cycles.items():
-            if isinstance(value, SsmLifeCycle):
-                continue
-            indices = cache.get_base_page_indices(group)
-            for step, cell in enumerate(cells):
-                ordinal, offset = divmod(begin + step, TOKENS_PER_BLOCK)
-                if indices[ordinal] >= 0:
-                    self._view(group)[indices[ordinal], offset] = cell
+        """Write a step's cells as a model does, one layer after the other, each reading what it wrote."""
+        for group in self._groups():
+            for layer in self.manager.layer_grouping[group]:
+                view, pages = self._pool_view(layer), self._pages_of(cache, group, layer)
+                places = [divmod(begin + step, TOKENS_PER_BLOCK) for step in range(len(cells))]
+                for (ordinal, offset), cell in zip(places, cells, strict=True):
+                    if pages[ordinal] >= 0:
+                        view[pages[ordinal], offset] = cell
+                for (ordinal, offset), cell in zip(places, cells, strict=True):
+                    assert pages[ordinal] < 0 or view[pages[ordinal], offset] == cell, "a shared place"
 
-    def _view(self, group: LayerGroupId) -> np.ndarray:
-        if group not in self._views:
-            layer = self.manager.layer_grouping[group][0]
-            is_state = layer == 2
+    def _pages_of(self, cache: _KVCache, group: LayerGroupId, layer: LayerId) -> list[int]:
+        converter = self.manager.get_page_index_converter(layer, "key", PageIndexMode.PER_LAYER)
+        return converter(cache.get_base_page_indices(group), cache.get_scratch_desc(group))
+
+    def _groups(self) -> list[LayerGroupId]:
+        return [group for group, _ in self.manager.life_cycles.attention]
+
+    def _view(self, layer: LayerId) -> np.ndarray:
+        """Return a layer's own buffer in every slot, int64 [num_slots, 8-byte words]."""
+        if (layer, False) not in self._views:
+            is_state = layer == STATE_LAYER
             role = "ssm_state" if is_state else "key"
             size = self.variant.state_bytes if is_state else self.variant.page_bytes
-            self._views[group] = self.manager.get_buffer_view(layer, role, torch.int64, (size // 8,)).numpy()
-        return self._views[group]
+            view = self.manager.get_buffer_view(layer, role, torch.int64, (size // 8,)).numpy()
+            self._views[layer, False] = view
+        return self._views[layer, False]
+
+    def _pool_view(self, layer: LayerId) -> np.ndarray:
+        """Return all buffers of a layer's pool, int64 [page index per layer, 8-byte words]."""
+        if (layer, True) not in self._views:
+            buffer = self.manager.storage.layout.buffer(layer, "key")
+            pool = self.manager.storage.group(buffer.life_cycle).pools[buffer.pool]
+            words = pool.bytes_view().view(torch.int64).view(-1, self.variant.page_bytes // 8)
+            self._views[layer, True] = words.numpy()
+        return self._views[layer, True]
 
     def _pick(self, pick: int, status: CacheStatus) -> Request | None:
         candidates = [request for request in self.requests if request.cache.status is status]
@@ -520,6 +613,7 @@ class Machine:
         if cache.is_active:
             groups = range(len(self.manager.life_cycles))
             seen["pages"] = [list(cache.get_base_page_indices(LayerGroupId(group))) for group in groups]
+            seen["shared"] = [cache.get_scratch_desc(LayerGroupId(group)) for group in groups]
         return seen
 
     def _priority(self, ordinal: int, value: LifeCycle) -> Priority:

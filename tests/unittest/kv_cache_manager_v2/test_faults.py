@@ -81,7 +81,11 @@ def play(machine: Machine, fault_at: int | None) -> bool:
     return came
 
 
-@pytest.mark.parametrize("variant", [VARIANTS[2], VARIANTS[3], VARIANTS[5]])
+# Host; host and disk; windows; shared slots with a host tier; shared slots and a codec down to the disk.
+FAULTY = [VARIANTS[2], VARIANTS[3], VARIANTS[5], VARIANTS[-4], VARIANTS[-1]]
+
+
+@pytest.mark.parametrize("variant", FAULTY)
 def test_every_allocation_and_copy_may_fail(variant: Variant) -> None:
     whole = Machine(variant)
     assert not play(whole, None)

@@ -58,6 +58,10 @@ class CacheCore(RuleBasedStateMachine):
     def compute(self, pick: int, num_tokens: int, num_drafts: int) -> None:
         self.apply(lambda machine: machine.compute(pick, num_tokens, num_drafts))
 
+    @rule(pick=PICK, num_tokens=st.integers(1, 12))
+    def reserve(self, pick: int, num_tokens: int) -> None:
+        self.apply(lambda machine: machine.reserve(pick, num_tokens))
+
     @rule(pick=PICK, is_end=st.booleans())
     def commit(self, pick: int, is_end: bool) -> None:
         self.apply(lambda machine: machine.commit(pick, is_end))
@@ -113,10 +117,11 @@ def test_ten_thousand_steps_of_drawn_rules() -> None:
 
 
 def test_the_seeded_driver_reaches_every_interesting_state() -> None:
-    """3,200 steps of the rules that the long run takes; each way a run can turn must have been taken."""
-    counts = run(num_steps=8 * 400, seed=7)
+    """150 steps of each variant by the rules that the long run takes; each way a run can turn is taken."""
+    counts = run(num_steps=len(VARIANTS) * 150, seed=7, episode_steps=150)
     for name in (
         "reused",
+        "shared",
         "resumed",
         "resume_refused",
         "grow_refused",
