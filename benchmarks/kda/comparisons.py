@@ -96,10 +96,10 @@ DECODE_ARM = OpArm(name="decode", op="kda_decode", num_bytes=sizes.decode_bytes)
 PREFILL_ARM = OpArm(name="prefill", op="kda_prefill", num_bytes=sizes.prefill_bytes, is_captured=False)
 
 
-def names_of(op: str, machine: Machine) -> list[str]:
+def names_of(arm: OpArm, machine: Machine) -> list[str]:
     """The implementations to measure; [""] for an op without any, whose arm then says so."""
     try:
-        return implementation_names(op, machine)
+        return implementation_names(arm.op, machine, arm.conv_dtype is torch.bfloat16)
     except ValueError:
         return [""]
 
@@ -122,7 +122,7 @@ def op_arms(arm: OpArm, size: Size, copies: int, machine: Machine) -> Iterator[A
         calls: list[Call] = [partial(run, *x.values()) for x in shared[0].arguments]
         return [*calls, *promotion(arm, shared[0], size, name, machine)]
 
-    for name in names_of(arm.op, machine):
+    for name in names_of(arm, machine):
         yield Arm(
             op=arm.op, name=arm.name, implementation=name, make=partial(make, name), copies=copies,
             bytes=arm.num_bytes(size), tokens=arm.tokens(size), is_captured=arm.is_captured,
@@ -157,7 +157,7 @@ def predecessor_arms(arm: OpArm, size: Size, machine: Machine) -> Iterator[Arm]:
         calls = [partial(run, *x.values()) for x in shared[0].arguments]
         return [call for pair in zip(writers, calls, strict=True) for call in pair]
 
-    for name in dict.fromkeys(("", *names_of(arm.op, machine))):
+    for name in dict.fromkeys(("", *names_of(arm, machine))):
         yield Arm(
             op=arm.op, name=AFTER_PREDECESSOR, implementation=name, make=partial(make, name),
             copies=PREDECESSOR_COPIES, bytes=arm.num_bytes(size), tokens=arm.tokens(size),

@@ -54,7 +54,12 @@ def get_entry(op: str) -> OpEntry:
     return OPS[op]
 
 
-def implementation_names(op: str, machine: Machine) -> list[str]:
+def _suits(kernel: str, bf16_conv: bool) -> bool:
+    """Whether a kernel of this symbol runs on the arms' inputs: without g_ext, conv caches in their dtype."""
+    return "gext" not in kernel and ("bf16conv" in kernel or "conv16" in kernel) == bf16_conv
+
+
+def implementation_names(op: str, machine: Machine, bf16_conv: bool = False) -> list[str]:
     """What to measure of an op: what is wanted of what it has, the fastest first.
 
     ValueError for an op that is not there, or has no kernel where a GPU is.
@@ -68,7 +73,7 @@ def implementation_names(op: str, machine: Machine) -> list[str]:
         raise ValueError(f"{op} has nothing but its torch reference on {machine.architecture}")
     if machine.variants and "cute" in names and entry.kernels is not None:
         kernels = [config.name.removeprefix(f"{op}_") for config in entry.kernels.configs(True)]
-        names += [f"cute/{kernel}" for kernel in kernels if "gext" not in kernel]
+        names += [f"cute/{kernel}" for kernel in kernels if _suits(kernel, bf16_conv)]
     if machine.variants and "triton" in names:
         names += [f"triton/{variant}" for variant in TRITON_VARIANTS.get(op, ())]
     return names

@@ -216,7 +216,11 @@ def test_on_a_gpu_kernels_are_measured_and_an_op_without_any_says_so(monkeypatch
     assert names[0] == "cute" and {"cute/split1_serial", "triton/rows=32,warps=8"} <= {
         name.replace("split1_pdl_serial", "split1_serial") for name in names
     }
-    assert not any("gext" in name for name in names) and "torch" not in names
+    assert not any("gext" in name or "bf16conv" in name for name in names) and "torch" not in names
+    halves = runs.implementation_names("k3_kda_verify", machine, bf16_conv=True)
+    assert {name for name in halves if name.startswith("cute/")} == {
+        name for name in halves if "bf16conv" in name
+    }
     prefill = OPS["kda_prefill"]
     bare = replace(prefill, implementations=(prefill.implementation("torch"),))
     monkeypatch.setitem(OPS, "kda_prefill", bare)
