@@ -265,12 +265,13 @@ class BlockTables:
         for life_cycle, value in self._windowed:
             table = self._tables[life_cycle]
             newly_stale = self._newly_stale(life_cycle, history_length)
-            event = self._storage.streams.record(stream) if newly_stale.length else None
+            is_over = self._is_step_over(life_cycle, value, history_length)
+            event = self._storage.streams.record(stream) if newly_stale.length or is_over else None
             for ordinal in range(*newly_stale):
                 page = table.pages[ordinal]
                 table.put(ordinal, None)
                 self._let_go(page, event)
-            if self._is_step_over(life_cycle, value, history_length):
+            if is_over:
                 for page in table.scratch_pages:
                     self._let_go(page, event)
                 table.scratch_pages, table.scratch_ordinals = [], []

@@ -43,10 +43,9 @@ class KVCacheManager:
     """Owns the memory of all tiers and hands out per-request caches.
 
     `event_manager`: told about everything that can be reused. `cold_page_codec`: the form of pages off the
-    GPU; None keeps them as they are. `device`: where level 0 lives, "cuda" or
-    "cpu". `clock`: seconds, for the rebalance cooldown. Raises MisuseError (a ValueError) for a
-    configuration that cannot work and OutOfMemoryError when memory is refused; then nothing stays
-    allocated.
+    GPU; None keeps them as they are. `device`: where level 0 lives, "cuda" or "cpu". `clock`: seconds, for
+    the rebalance cooldown. Raises MisuseError (a ValueError) for a configuration that cannot work and
+    OutOfMemoryError when memory is refused; then nothing stays allocated.
     """
 
     def __init__(
