@@ -7,6 +7,7 @@
 
     run = emulated(compile_verify, VerifyConfig(split=8))  # or a launcher: compile(config, arch, options)
     run(proj, ..., g_ext, out, 8, -5.0, scale, eps)        # CPU tensors, changed in place; None stays
+    run.races(proj, ...)                                   # runs it too; the races found, [] if none
     run.with_seed(0)(...)                                  # warp by warp in random order, to find races
     run.with_ptx(run.ptx.replace("bar.sync", "//"))(...)   # other PTX behind the same host code
 
@@ -25,10 +26,14 @@ Shared memory starts as NaN. Data of cp.async and st.async arrives at the wait, 
 (seed None) all CTAs of a launch run together and a missing barrier can go unnoticed; with a seed, clusters
 run one after another and warps run up to a barrier in a random order, so compare a few seeds bit for bit.
 
+`races` keeps vector clocks: it names every pair of accesses to shared or global memory that no barrier,
+`bar.warp.sync`, mbarrier or wait for a copy orders, whatever the schedule. EmulatedKernels(...,
+check_races=True) raises them.
+
 Approximate functions (ex2, rcp, ...) are rounded from double; mma sums in double and rounds once; everything
 else is exact. `parse` reads PTX; `program` compiles instructions to closures, which `arithmetic`, `access`,
-`bulk`, `warp` and `control` hold by kind; `machine` schedules; `launch` ties them together. Unknown
-instructions raise PtxError: add them there.
+`bulk`, `warp` and `control` hold by kind; `machine` schedules, `races` watches, `launch` ties them together.
+Unknown instructions raise PtxError: add them there.
 """
 
 from tests.ptx.launch import Emulated, EmulatedKernels, emulated

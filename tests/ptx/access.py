@@ -57,47 +57,73 @@ def shared_offsets(b: Bundle, address: Array, size: int, lanes: Array | None, sp
     return offsets
 
 
+def note_shared(b: Bundle, offsets: Array, size: int, lanes: Array | None, what: str) -> None:
+    """Tell the race finder, if one runs, of a "read" or "write" of shared memory."""
+    races = b.machine.races
+    if races is not None:
+        note = races.read if what == "read" else races.write
+        note(races.shared, offsets, size, pick(b.threads, lanes), b.machine.at)
+
+
+def note_global(b: Bundle, address: Array, size: int, lanes: Array | None, what: str) -> None:
+    """The same for global memory."""
+    races = b.machine.races
+    if races is not None:
+        note = races.read if what == "read" else races.write
+        note(races.memory, b.machine.memory.dense(address), size, pick(b.threads, lanes), b.machine.at)
+
+
 def read_memory(
-    b: Bundle, space: str, address: Array, width: int, count: int, lanes: Array | None
+    b: Bundle, space: str, address: Array, width: int, count: int, lanes: Array | None, noted: bool = True
 ) -> list[Array]:
-    """`count` values per lane of shared, global or generic memory."""
+    """`count` values per lane of shared, global or generic memory. `noted`: the race finder is told."""
     if space in ("global", "const"):
-        return b.machine.memory.read(address, width, count, lanes)
+        values = b.machine.memory.read(address, width, count, lanes)
+        if noted:
+            note_global(b, address, width * count, lanes, "read")
+        return values
     if space:
         offsets = shared_offsets(b, address, width * count, lanes, space)
+        if noted:
+            note_shared(b, offsets, width * count, lanes, "read")
         return b.machine.shared.bytes.read(offsets, width, count)
-    shared = address >= np.uint64(GENERIC_SHARED)
-    if not shared.any():
-        return b.machine.memory.read(address, width, count, lanes)
-    if shared.all():
-        inner = address - np.uint64(GENERIC_SHARED)
-        return read_memory(b, "shared::cluster", inner, width, count, lanes)
     values = [np.zeros(address.size, dtype=f"u{width}") for _ in range(count)]
-    for where in (shared, ~shared):
-        some = np.flatnonzero(where)
-        read = read_memory(b, "", address[some], width, count, some if lanes is None else lanes[some])
-        for value, part in zip(values, read, strict=True):
+    for inner, some, rest, where in _by_space(address, lanes):
+        for value, part in zip(values, read_memory(b, inner, where, width, count, rest, noted), strict=True):
             value[some] = part
     return values
 
 
 def write_memory(
-    b: Bundle, space: str, address: Array, width: int, values: list[Array], lanes: Array | None
-) -> None:
+    b: Bundle, space: str, address: Array, width: int, values: list[Array], lanes: Array | None,
+    noted: bool = True,
+) -> None:  # fmt: skip
     """The counterpart of `read_memory`."""
+    size = width * len(values)
     if space == "global":
         b.machine.memory.write(address, width, values, lanes)
+        if noted:
+            note_global(b, address, size, lanes, "write")
     elif space:
-        offsets = shared_offsets(b, address, width * len(values), lanes, space)
+        offsets = shared_offsets(b, address, size, lanes, space)
+        if noted:
+            note_shared(b, offsets, size, lanes, "write")
         b.machine.shared.bytes.write(offsets, width, values)
     else:
-        shared = address >= np.uint64(GENERIC_SHARED)
-        for where, inner, base in ((shared, "shared::cluster", GENERIC_SHARED), (~shared, "global", 0)):
-            some = np.flatnonzero(where)
-            if some.size:
-                part = [value[some] for value in values]
-                rest = some if lanes is None else lanes[some]
-                write_memory(b, inner, address[some] - np.uint64(base), width, part, rest)
+        for inner, some, rest, where in _by_space(address, lanes):
+            write_memory(b, inner, where, width, [value[some] for value in values], rest, noted)
+
+
+def _by_space(address: Array, lanes: Array | None) -> list[tuple[str, Array, Array, Array]]:
+    """Generic addresses by space: (space, their indices, their lanes, their addresses within the space)."""
+    shared = address >= np.uint64(GENERIC_SHARED)
+    result = []
+    for where, space, base in ((shared, "shared::cluster", GENERIC_SHARED), (~shared, "global", 0)):
+        some = np.flatnonzero(where)
+        if some.size:
+            rest = some if lanes is None else lanes[some]
+            result.append((space, some, rest, address[some] - np.uint64(base)))
+    return result
 
 
 def _vector(operand: Operand) -> tuple[Operand, ...]:
@@ -182,10 +208,10 @@ def _atomic(program: Program, instruction: Instruction) -> Step:
         old = np.zeros(lanes.size, dtype=f"u{width}")
         for index, lane in enumerate(lanes):
             one = slice(index, index + 1)
-            current = read_memory(b, space, where[one], width, 1, lanes[one])[0].view(dtype)
+            current = read_memory(b, space, where[one], width, 1, lanes[one], noted=False)[0].view(dtype)
             given = [b.r[value][lane : lane + 1].view(dtype) for value in values]
             new = _updated(operation, current, given)
-            write_memory(b, space, where[one], width, [new.view(f"u{width}")], lanes[one])
+            write_memory(b, space, where[one], width, [new.view(f"u{width}")], lanes[one], noted=False)
             old[one] = current.view(f"u{width}")
         if place is not None:
             scatter(b, lanes, place[0], extend(old, kind, place[1]))
@@ -314,7 +340,10 @@ def _asynchronous_copy(program: Program, instruction: Instruction) -> Step:
         where = source(b, lanes)
         needed = slice(None) if used is None else used > 0
         b.machine.memory.offsets(where[needed], size, lanes[needed])
-        b.copies.append(Copy(lanes, b.commits[lanes], offsets, where, size, used))
+        note_global(b, where[needed], size, lanes[needed], "read")
+        if b.machine.races is not None:
+            b.machine.races.depart(offsets, size, b.threads[lanes], b.machine.at)
+        b.copies.append(Copy(lanes, b.commits[lanes], offsets, where, size, used, b.machine.at))
 
     return copy
 
@@ -338,14 +367,17 @@ def complete_copies(b: Bundle, m: Mask, left: int | None) -> None:
             rest = ~due
             kept.append(
                 Copy(copy.lanes[rest], copy.group[rest], copy.target[rest], copy.source[rest], copy.size,
-                     None if copy.valid is None else copy.valid[rest])
+                     None if copy.valid is None else copy.valid[rest], copy.at)
             )  # fmt: skip
     b.copies = kept
 
 
 def _perform(b: Bundle, copy: Copy, due: Array) -> None:
     width, count = min(copy.size, 8), copy.size // min(copy.size, 8)
-    memory, shared = b.machine.memory, b.machine.shared.bytes
+    memory, shared, races = b.machine.memory, b.machine.shared.bytes, b.machine.races
+    if races is not None:
+        threads = b.threads[copy.lanes[due]]
+        races.land(copy.target[due], copy.size, threads, races.times(threads), copy.at)
     if copy.valid is None:
         values = memory.read(copy.source[due], width, count, copy.lanes[due])
         shared.write(copy.target[due], width, values)

@@ -8,20 +8,34 @@ import numpy as np
 
 from tests.ptx.access import address_reader, shared_offsets
 from tests.ptx.alu import WIDTH
-from tests.ptx.machine import Bundle, Mask, Step
+from tests.ptx.machine import WARP, Bundle, Mask, Step
 from tests.ptx.memory import Array
 from tests.ptx.parse import Instruction, PtxError
 from tests.ptx.program import Program, narrow
 
 
-def _flight(b: Bundle, mbarrier: Array, lane: int, size: int, write: Callable[[], None]) -> None:
-    """Put a write towards an mbarrier in flight."""
-    pitch = b.machine.shared.pitch
+def _flight(
+    b: Bundle, mbarrier: Array, lane: int, size: int, target: Array, write: Callable[[], None]
+) -> None:
+    """Put a write of `target`'s pieces of shared memory towards an mbarrier in flight."""
+    pitch, races, at = b.machine.shared.pitch, b.machine.races, b.machine.at
     key = int(mbarrier) // pitch, int(mbarrier) % pitch
     found = b.machine.mbarrier(key)
+    threads = np.repeat(b.threads[lane], target.size)
+    piece = size // target.size
+    if races is not None:
+        races.use_mbarrier(np.array([mbarrier]), b.threads[lane : lane + 1], at)
+        races.depart(target, piece, threads, at)
+        times = races.times(threads)
+        clock = np.zeros_like(races.own)
+        clock[(b.start + lane) // WARP] = times[0]
+        races.publish(np.array([(b.start + lane) // WARP]))
 
     def arrive() -> None:
         write()
+        if races is not None:
+            races.land(target, piece, threads, times, at)
+            found.publish(clock)
         found.transactions -= size
         found.settle()
 
@@ -49,7 +63,7 @@ def compile_store_async(program: Program, instruction: Instruction) -> Step:
             def write(one: slice = one) -> None:
                 shared.write(offsets[one], width, [word[one] for word in words])
 
-            _flight(b, mbarriers[i], int(lane), size, write)
+            _flight(b, mbarriers[i], int(lane), size, offsets[one], write)
 
     return step
 
@@ -90,7 +104,7 @@ def compile_bulk(program: Program, instruction: Instruction) -> Step:
             ) -> None:
                 _write(b, remote, target_at, _read(b, place, chunk))
 
-            _flight(b, mbarrier, int(lane), count, write)
+            _flight(b, mbarrier, int(lane), count, target_at, write)
 
     return load
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tests.ptx.access import address_reader, shared_offsets, space_of
-from tests.ptx.machine import AT_MBARRIER, Bundle, Control, Mask, Mbarrier, Step
+from tests.ptx.machine import AT_MBARRIER, WARP, Bundle, Control, Mask, Mbarrier, Step
 from tests.ptx.memory import Array
 from tests.ptx.parse import Instruction, Operand, PtxError
 from tests.ptx.program import Program, compiles, controls, scatter
@@ -77,12 +77,12 @@ def _barrier(program: Program, instruction: Instruction) -> Control:
 
 @controls("barrier.cluster.arrive")
 def _cluster_arrive(program: Program, instruction: Instruction) -> Control:
-    active = program.active(instruction)
+    active, ordered = program.active(instruction), "relaxed" not in instruction.parts
 
     def step(b: Bundle, m: Array, at: int) -> None:
         taking = active(b, m)
         b.pc[m] = at + 1
-        b.machine.cluster_arrive(b, taking)
+        b.machine.cluster_arrive(b, taking, ordered)
 
     return step
 
@@ -105,7 +105,13 @@ def _cluster_wait(program: Program, instruction: Instruction) -> Control:
 def _keys(b: Bundle, address: Array, lanes: Array, space: str) -> list[tuple[int, int]]:
     """(CTA, byte offset) of the mbarrier of every lane."""
     offsets = shared_offsets(b, address, 8, lanes, space or "shared")
-    pitch = b.machine.shared.pitch
+    pitch, races = b.machine.shared.pitch, b.machine.races
+    if races is not None:
+        at = b.machine.at
+        if b.machine.program.kernel.instructions[at].opcode.startswith("mbarrier.init"):
+            races.write(races.shared, offsets, 8, b.threads[lanes], at)
+        else:
+            races.use_mbarrier(offsets, b.threads[lanes], at)
     return [(int(offset) // pitch, int(offset) % pitch) for offset in offsets]
 
 
@@ -176,6 +182,8 @@ def _arrive(program: Program, instruction: Instruction, space: str) -> Step:
         if slot is not None:
             scatter(b, np.array([lane]), slot, np.array([found.phase], dtype=np.uint64))
         amount = given(b, lane)
+        if b.machine.races is not None:
+            found.publish(b.machine.races.publish(np.array([(b.start + lane) // WARP]))[0])
         if expects:
             found.transactions += amount
         found.pending -= 1 if expects else amount
@@ -212,6 +220,8 @@ def _wait(program: Program, instruction: Instruction) -> Control:
                 lane = int(lanes[index])
                 b.machine.waits[b.start + lane] = (key, found.phase)
                 b.state[lane], b.pc[lane] = AT_MBARRIER, at
+            elif b.machine.races is not None and found.published is not None:
+                b.machine.races.acquire((b.start + int(lanes[index])) // WARP, found.published)
         over = lanes[done]
         if over.size:
             scatter(b, over, result, np.ones(over.size, dtype=np.bool_))

@@ -16,6 +16,7 @@ from tests.ptx.machine import Geometry, Machine, Order
 from tests.ptx.memory import GlobalMemory
 from tests.ptx.parse import Kernel, PtxError, parse
 from tests.ptx.program import Program
+from tests.ptx.races import RaceLog, Shadow
 
 # Lanes that run in lockstep: numpy's cost per instruction is shared by them all.
 _MAX_LANES = 8192
@@ -53,15 +54,33 @@ class Emulated:
 
     def __call__(self, *arguments: Any) -> None:
         """Runs every launch of the function, in order. Tensors are changed in place."""
+        self._run(arguments, check=False)
+
+    def races(self, *arguments: Any) -> list[str]:
+        """Runs it, slower, and returns the races found, in words; accesses of two launches do not race."""
+        return self._run(arguments, check=True)
+
+    def _run(self, arguments: tuple[Any, ...], check: bool) -> list[str]:
         memory = GlobalMemory([x for x in arguments if isinstance(x, torch.Tensor)])
+        found = []
         for launch in self.launcher.launches(arguments):
             if launch.name not in self._programs:
                 self._programs[launch.name] = Program(self._kernels[launch.name])
+            program = self._programs[launch.name]
             order = None if self.seed is None else Order(np.random.default_rng(self.seed), self._apart)
-            run_launch(self._programs[launch.name], launch, memory, order)
+            log = RaceLog(Shadow(memory.size, program.unit)) if check else None
+            run_launch(program, launch, memory, order, log)
+            found += log.messages(program.kernel.instructions) if log is not None else []
+        return found
 
 
-def run_launch(program: Program, launch: Launch, memory: GlobalMemory, order: Order | None) -> None:
+def run_launch(
+    program: Program,
+    launch: Launch,
+    memory: GlobalMemory,
+    order: Order | None = None,
+    log: RaceLog | None = None,
+) -> None:
     """All CTAs of a launch, in batches."""
     shared = program.kernel.static_shared_bytes + launch.dynamic_shared_bytes
     geometry = Geometry(launch.grid, launch.block, launch.cluster, shared, launch.parameters)
@@ -74,7 +93,7 @@ def run_launch(program: Program, launch: Launch, memory: GlobalMemory, order: Or
     else:
         order.rng.shuffle(indices)
     for start in range(0, clusters, batch):
-        Machine(program, geometry, memory, indices[start : start + batch], order).run()
+        Machine(program, geometry, memory, indices[start : start + batch], order, log).run()
 
 
 @cache
@@ -91,17 +110,33 @@ def emulated(
 
 
 class EmulatedKernels:
-    """In place of an op's `KernelCache`: its launchers run on the CPU, under the schedule of `seed`."""
+    """In place of an op's `KernelCache`: its launchers run on the CPU.
+
+    `seed`: the schedule. `check_races`: calls raise PtxError for the races that they find.
+    """
 
     def __init__(
-        self, kernels: CompiledKernels, architecture: str = "sm_90a", seed: int | None = None
+        self,
+        kernels: CompiledKernels,
+        architecture: str = "sm_90a",
+        seed: int | None = None,
+        check_races: bool = False,
     ) -> None:
         self._kernels, self._architecture, self._seed = kernels, architecture, seed
+        self._check = check_races
 
     def prepare(self, configs: Iterable[Any]) -> None:
         for config in configs:
             self.launcher(config)
 
-    def launcher(self, config: Any) -> Emulated:
+    def launcher(self, config: Any) -> Callable[..., None]:
         """The configuration's kernel on the CPU."""
-        return emulated(self._kernels.compile, config, self._architecture).with_seed(self._seed)
+        run = emulated(self._kernels.compile, config, self._architecture).with_seed(self._seed)
+        if not self._check:
+            return run
+
+        def checked(*arguments: Any) -> None:
+            if races := run.races(*arguments):
+                raise PtxError(f"{len(races)} races: " + "; ".join(races))
+
+        return checked

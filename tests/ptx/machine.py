@@ -13,6 +13,7 @@ import numpy as np
 
 from tests.ptx.memory import AccessError, Array, GlobalMemory, SharedMemory
 from tests.ptx.parse import Instruction, Kernel, PtxError
+from tests.ptx.races import RaceLog, Races, Shadow
 
 WARP = 32
 RUN, EXITED, PARKED, AT_BARRIER, AT_CLUSTER, AT_MBARRIER = range(6)
@@ -34,7 +35,7 @@ class Incomplete(Exception):
 
 
 class Program(Protocol):
-    """Compiled steps. A control step moves its lanes' program counters.
+    """Compiled steps. A control step moves its lanes' program counters. `unit`: bytes of the least access.
 
     `stretch_end[i]`: the next index from i on that is a control step or, after i, where other lanes may join.
     """
@@ -43,6 +44,7 @@ class Program(Protocol):
     steps: list[Step]
     controls: dict[int, Control]
     stretch_end: list[int]
+    unit: int
 
     def registers(self, bundle: "Bundle") -> list[Array]: ...
 
@@ -57,22 +59,33 @@ class Copy:
     source: Array
     size: int
     valid: Array | None
+    at: int
 
 
 @dataclass
 class Mbarrier:
-    """An mbarrier object. `arriving` delivers what is in flight towards it."""
+    """An mbarrier object. `arriving` delivers what is in flight towards it.
+
+    `clock`: what arrivals have published of their warps' times; `published`: up to the last phase's end.
+    """
 
     count: int
     pending: int
     transactions: int = 0
     phase: int = 0
     arriving: list[Callable[[], None]] = field(default_factory=list)
+    clock: Array | None = None
+    published: Array | None = None
 
     def settle(self) -> None:
+        """End the phase once nothing is missing."""
         if self.pending == 0 and self.transactions == 0:
             self.phase += 1
-            self.pending = self.count
+            self.pending, self.published = self.count, self.clock
+
+    def publish(self, known: Array) -> None:
+        """Whoever waits comes after these times."""
+        self.clock = known if self.clock is None else np.maximum(self.clock, known)
 
 
 class Bundle:
@@ -89,6 +102,8 @@ class Bundle:
         self.bulk_commits = np.zeros(n, dtype=np.int64)
         self.bulk: list[tuple[int, int, Callable[[], None]]] = []
         self.r: list[Array] = machine.program.registers(self)
+        first = machine.races.first * WARP if machine.races is not None else 0
+        self.threads = np.arange(first + start, first + start + n)
 
     def require(self, mask: Mask, members: Array | None = None) -> None:
         """Incomplete unless, in warps with an active lane, all members that have not exited are active."""
@@ -135,7 +150,7 @@ class Machine:
 
     def __init__(
         self, program: Program, geometry: Geometry, memory: GlobalMemory, clusters: list[int],
-        order: "Order | None",
+        order: "Order | None", log: RaceLog | None = None,
     ) -> None:  # fmt: skip
         if geometry.threads % WARP:
             raise PtxError(f"{geometry.threads} threads to a CTA; the interpreter runs whole warps")
@@ -156,6 +171,11 @@ class Machine:
         self._cluster_target = np.full(self.n, -1, dtype=np.int64)
         self.mbarriers: dict[tuple[int, int], Mbarrier] = {}
         self.waits: dict[int, tuple[tuple[int, int], int]] = {}
+        # The index of the instruction that runs.
+        self.at = 0
+        self.races: Races | None = None
+        if log is not None:
+            self.races = Races(log, self.n // WARP, Shadow(self.shared.bytes.data.size, program.unit))
         size = self.n if order is None else WARP
         self.bundles = [Bundle(self, start, size) for start in range(0, self.n, size)]
 
@@ -218,6 +238,7 @@ class Machine:
         steps, m = self.program.steps, None if full else mask
         try:
             for at in range(at, end):  # noqa: B020
+                self.at = at
                 steps[at](bundle, m)
         except Incomplete as incomplete:
             self._park(bundle, mask, incomplete.lanes, at)
@@ -230,6 +251,7 @@ class Machine:
         return True
 
     def _guarded(self, bundle: Bundle, mask: Array, at: int, control: Control) -> None:
+        self.at = at
         try:
             control(bundle, mask, at)
         except Incomplete as incomplete:
@@ -274,6 +296,8 @@ class Machine:
         key = bundle.cta[lanes] * _BARRIERS + number[lanes].astype(np.int64)
         np.add.at(self._arrived, key, 1)
         self._needed[key] = 0 if count is None else count[lanes].astype(np.int64)
+        if self.races is not None:
+            self.races.arrive("barrier", *_pairs(key, bundle.start + lanes))
         if wait:
             bundle.state[lanes] = AT_BARRIER
             self._barrier[bundle.start + lanes] = key
@@ -284,9 +308,15 @@ class Machine:
         done = (self._arrived > 0) & (self._arrived >= needed)
         if done.any():
             self._arrived[done] = 0
-            self.state[(self.state == AT_BARRIER) & done[self._barrier]] = RUN
+            released = np.flatnonzero((self.state == AT_BARRIER) & done[self._barrier])
+            self.state[released] = RUN
+            if self.races is not None:
+                for key in np.flatnonzero(done).tolist():
+                    self.races.complete("barrier", key)
+                self.races.leave("barrier", *_pairs(self._barrier[released], released))
 
-    def cluster_arrive(self, bundle: Bundle, mask: Array) -> None:
+    def cluster_arrive(self, bundle: Bundle, mask: Array, ordered: bool) -> None:
+        """`ordered`: with release, so that what the threads did is published."""
         lanes = np.flatnonzero(mask)
         where = bundle.start + lanes
         if (self._cluster_target[where] >= 0).any():
@@ -294,6 +324,8 @@ class Machine:
         cluster = bundle.cta[lanes] // self.geometry.cluster_ctas
         self._cluster_target[where] = self._cluster_phase[cluster]
         np.add.at(self._cluster_arrived, cluster, 1)
+        if self.races is not None and ordered:
+            self.races.arrive("cluster", *_pairs(cluster, where))
         self._release_clusters()
 
     def cluster_wait(self, bundle: Bundle, mask: Array) -> None:
@@ -309,9 +341,14 @@ class Machine:
         done = (self._cluster_arrived > 0) & (self._cluster_arrived >= alive)
         self._cluster_phase[done] += 1
         self._cluster_arrived[done] = 0
-        waiting = (self.state == AT_CLUSTER) & (self._cluster_target < self._cluster_phase[self.cta // size])
-        self._cluster_target[waiting] = -1
-        self.state[waiting] = RUN
+        passed = self._cluster_target < self._cluster_phase[self.cta // size]
+        released = np.flatnonzero((self.state == AT_CLUSTER) & passed)
+        self._cluster_target[released] = -1
+        self.state[released] = RUN
+        if self.races is not None:
+            for cluster in np.flatnonzero(done).tolist():
+                self.races.complete("cluster", cluster)
+            self.races.leave("cluster", *_pairs(self.cta[released] // size, released))
 
     def mbarrier(self, key: tuple[int, int]) -> Mbarrier:
         """The object at (CTA, byte offset)."""
@@ -327,6 +364,12 @@ class Machine:
         for apply in arriving:
             apply()
         return found
+
+
+def _pairs(keys: Array, lanes: Array) -> tuple[Array, Array]:
+    """(key, warp) of lanes, each pair once."""
+    pairs = np.unique(np.stack([keys, lanes // WARP], axis=1), axis=0)
+    return pairs[:, 0], pairs[:, 1]
 
 
 def cta_ids(geometry: Geometry, clusters: list[int]) -> tuple[Array, Array, Array]:

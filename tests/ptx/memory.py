@@ -75,6 +75,8 @@ class GlobalMemory:
                 merged.append([start, end])
         self._starts = np.array([run[0] for run in merged], dtype=np.int64)
         self._ends = np.array([run[1] for run in merged], dtype=np.int64)
+        # Where each run would start if nothing lay between.
+        self._dense = np.concatenate([[0], np.cumsum(self._ends - self._starts)])
         self._base = int(self._starts[0]) // _LINE * _LINE
         # The span between the tensors is never touched: every access is checked first.
         size = int(self._ends[-1]) - self._base
@@ -94,6 +96,17 @@ class GlobalMemory:
             lane = at if lanes is None else int(lanes[at])
             raise AccessError(f"global access of {size} bytes {what}", lane, int(address[at]))
         return where - self._base
+
+    @property
+    def size(self) -> int:
+        """Bytes of all elements."""
+        return int(self._dense[-1])
+
+    def dense(self, address: Array) -> Array:
+        """Positions of valid addresses among the elements."""
+        where = address.view(np.int64)
+        run = self._starts.searchsorted(where, side="right") - 1
+        return where - self._starts[run] + self._dense[run]
 
     def read(self, address: Array, width: int, count: int, lanes: Array | None) -> list[Array]:
         return self._bytes.read(self.offsets(address, width * count, lanes), width, count)

@@ -53,6 +53,10 @@ class Program:
         for index, instruction in enumerate(kernel.instructions):
             self._compile(index, instruction)
         self.stretch_end = self._stretches()
+        accesses = [
+            i.parts[-1] for i in kernel.instructions if i.parts[0] in ("ld", "st") and "param" not in i.parts
+        ]
+        self.unit = min((WIDTH[kind] for kind in accesses), default=4)
 
     def _compile(self, index: int, instruction: Instruction) -> None:
         word = _control_word(instruction)

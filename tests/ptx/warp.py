@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.ptx.access import address_reader, shared_offsets, space_of
+from tests.ptx.access import address_reader, note_shared, shared_offsets, space_of
 from tests.ptx.alu import BINARY, DTYPES, F32, F64, U32, bf16_to_f32
 from tests.ptx.machine import WARP, Bundle, Mask, Step
 from tests.ptx.memory import Array
@@ -37,7 +37,15 @@ def _spread(value: Array) -> Array:
 def _warp_barrier(program: Program, instruction: Instruction) -> Step:
     if instruction.parts[1] != "warp":
         raise PtxError("the interpreter does not know this barrier")
-    return _members(program, instruction.operands[0])
+    check = _members(program, instruction.operands[0])
+
+    def step(b: Bundle, m: Mask) -> None:
+        check(b, m)
+        if b.machine.races is not None:
+            taking = _by_warp(_active(b, m)).any(axis=1)
+            b.machine.races.synchronise(b.start // WARP + np.flatnonzero(taking))
+
+    return step
 
 
 @compiles("shfl")
@@ -240,6 +248,7 @@ def _matrix_move(program: Program, instruction: Instruction) -> Step:
         for j, slot in enumerate(slots):
             lanes = (bases[:, None] + 8 * j + np.arange(8)).reshape(-1)
             offsets = shared_offsets(b, read(b, lanes), 16, lanes, space)
+            note_shared(b, offsets, 16, lanes, "read" if load else "write")
             all_lanes = (bases[:, None] + np.arange(WARP)).reshape(-1)
             if load:
                 rows = b.machine.shared.bytes.read(offsets, 2, 8)
