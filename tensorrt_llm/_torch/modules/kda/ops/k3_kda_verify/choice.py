@@ -36,11 +36,14 @@ def starts_dependents_late(requests: int, heads: int) -> bool:
     return requests * heads <= 144
 
 
-def choose_config(kind: type[Config], *, requests: int, heads: int, external_gate: bool, pdl: bool) -> Config:
+def choose_config(
+    kind: type[Config], *, requests: int, heads: int, external_gate: bool, pdl: bool, bf16_conv: bool
+) -> Config:
     """The launch for a batch, of the op that `kind` belongs to."""
     return kind(
         split=choose_split(requests, heads),
         external_gate=external_gate,
         pdl=pdl,
         late_trigger=pdl and starts_dependents_late(requests, heads),
+        bf16_conv=bf16_conv,
     )

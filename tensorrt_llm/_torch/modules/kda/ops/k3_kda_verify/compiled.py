@@ -30,7 +30,7 @@ class CompiledRound(Generic[Config]):
         shared: w_fb .. ssm; history: the caches of drafts; counts: pending, if the op has it; scalars:
         lower_bound, scale, eps.
         """
-        a_log, onorm_w = shared[4], shared[6]
+        a_log, onorm_w, cs_q = shared[4], shared[6], shared[7]
         requests, heads = slots.shape[0], a_log.shape[0]
         if config is None:
             config = choose_config(
@@ -39,6 +39,7 @@ class CompiledRound(Generic[Config]):
                 heads=heads,
                 external_gate=g_ext is not None,
                 pdl=envs.enable_pdl(),
+                bf16_conv=cs_q.dtype == torch.bfloat16,
             )
         out = torch.empty((proj.shape[0], heads, onorm_w.shape[0]), dtype=proj.dtype, device=proj.device)
         launcher: Any = self.kernels.launcher(config)

@@ -66,6 +66,8 @@ class VerifyBody:
         self.pdl = config.pdl
         self.late_trigger = config.late_trigger
         self.chunked = config.chunked
+        self.bf16_conv = config.bf16_conv
+        self.conv_bytes = 2 if config.bf16_conv else 4
         self.rows = V // config.split  # V rows of a CTA
         self.pass_rows = min(self.rows, 64)
         self.passes = self.rows // self.pass_rows
@@ -197,9 +199,10 @@ class VerifyBody:
 
     def _load_window(self, cache, slot, channel, count):
         """The three raw inputs before the golden token."""
-        step = Int64(cache.stride[2]) * 4
+        load = ptx.load_bf16 if self.bf16_conv else ptx.load_float
+        step = Int64(cache.stride[2]) * self.conv_bytes
         first = Int64(cache[slot, channel, None].iterator.toint()) + Int64(count) * step
-        return [ptx.load_float(first), ptx.load_float(first + step), ptx.load_float(first + step + step)]
+        return [load(first), load(first + step), load(first + step + step)]
 
     @cute.jit
     def _store_conv(self, cache, slot, channel, window, inputs, num_tokens):
@@ -207,15 +210,16 @@ class VerifyBody:
 
         Addresses advance by a column: cheaper than one computed from indices for each of ten columns.
         """
-        step = Int64(cache.stride[2]) * 4
+        store = ptx.store_bf16 if cutlass.const_expr(self.bf16_conv) else ptx.store_float
+        step = Int64(cache.stride[2]) * self.conv_bytes
         address = Int64(cache[slot, channel, None].iterator.toint())
-        ptx.store_float(address, window[1])
+        store(address, window[1])
         address = address + step
-        ptx.store_float(address, window[2])
+        store(address, window[2])
         for t in cutlass.range_constexpr(MAX_TOKENS):
             address = address + step
             if t < num_tokens:
-                ptx.store_float(address, inputs[t])
+                store(address, inputs[t])
 
     def _load_gate_weights(self, w_fb, first_row, col):
         """This warp's rows of w_fb as mma fragments: tiles of 16, four blocks of 32 keys, two row halves."""
@@ -509,7 +513,7 @@ class VerifyBody:
         a_log: cute.Tensor,  # (H,)
         dt_bias: cute.Tensor,  # (D,)
         onorm_w: cute.Tensor,  # (V,)
-        cs_q: cute.Tensor,  # (slots, D, 3 + M) fp32, channels contiguous
+        cs_q: cute.Tensor,  # (slots, D, 3 + M) fp32 or bf16, channels contiguous
         cs_k: cute.Tensor,
         cs_v: cute.Tensor,
         ssm: cute.Tensor,  # (slots, H, V, K) fp32
@@ -919,7 +923,8 @@ def fake_arguments(
 
     def conv_cache() -> Any:
         strides = (free_stride(), 1, free_stride())
-        return make_fake_tensor(Float32, (pool, width, window), strides, assumed_align=4)
+        kind, align = (BFloat16, 2) if config.bf16_conv else (Float32, 4)
+        return make_fake_tensor(kind, (pool, width, window), strides, assumed_align=align)
 
     conv_weight = [compact(Float32, width, CONV) for _ in range(3)]
     return (

@@ -80,6 +80,19 @@ def store_float(address: Any, value: Any) -> None:
     cute.arch.inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
+def load_bf16(address: Any) -> Any:
+    word = cute.arch.inline_ptx(
+        "ld.global.u16 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address]
+    )
+    return (word << Int32(16)).bitcast(Float32)
+
+
+def store_bf16(address: Any, value: Any) -> None:
+    """The upper half of a float that bf16 holds exactly."""
+    word = value.bitcast(Int32) >> Int32(16)
+    cute.arch.inline_ptx("st.global.u16 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
 def prefetch_line(pointer: Any) -> None:
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[pointer])
 

@@ -23,7 +23,8 @@ class VerifyConfig:
 
     split: CTAs per head (1, 2, 4, 8). external_gate: the f_b product comes as `g_ext`. pdl: launched as a
     programmatic dependent; late_trigger: its own dependents may start at its end, not at once. chunked False
-    runs token by token (split 1 or 2), for measurements.
+    runs token by token (split 1 or 2), for measurements. bf16_conv: the conv caches are bf16, as the raw
+    inputs in them are anyway.
     """
 
     OP: ClassVar[str] = "k3_kda_verify"
@@ -33,24 +34,25 @@ class VerifyConfig:
     pdl: bool = True
     late_trigger: bool = False
     chunked: bool = True
+    bf16_conv: bool = False
 
     @property
     def name(self) -> str:
         flags = ("_gext" if self.external_gate else "") + ("_pdl" if self.pdl else "")
-        flags += "_late" if self.late_trigger else ""
+        flags += ("_late" if self.late_trigger else "") + ("_bf16conv" if self.bf16_conv else "")
         return f"{self.OP}_split{self.split}{flags}{'' if self.chunked else '_serial'}"
 
 
 Config = TypeVar("Config", bound=VerifyConfig)
 
 
-def chosen_configs(kind: type[Config]) -> Iterator[Config]:
+def chosen_configs(kind: type[Config], *, bf16_conv: bool) -> Iterator[Config]:
     """Every launch that `choice.choose_config` may choose of a kind."""
-    for external_gate in (False, True):
+    for gate in (False, True):
         for split in CHOSEN_SPLITS:
-            yield kind(split=split, external_gate=external_gate, pdl=False)
-        for split, late_trigger in CHOSEN_TRIGGERS:
-            yield kind(split=split, external_gate=external_gate, late_trigger=late_trigger)
+            yield kind(split=split, external_gate=gate, pdl=False, bf16_conv=bf16_conv)
+        for split, late in CHOSEN_TRIGGERS:
+            yield kind(split=split, external_gate=gate, late_trigger=late, bf16_conv=bf16_conv)
 
 
 def packed_configs(measurements: bool = False) -> Iterator[VerifyConfig]:
@@ -60,6 +62,7 @@ def packed_configs(measurements: bool = False) -> Iterator[VerifyConfig]:
             yield VerifyConfig(split=split, external_gate=external_gate, pdl=False)
             for late_trigger in (False, True):
                 yield VerifyConfig(split=split, external_gate=external_gate, late_trigger=late_trigger)
+    yield from chosen_configs(VerifyConfig, bf16_conv=True)
     if measurements:
         for split in (1, 2):
             yield VerifyConfig(split=split, chunked=False)

@@ -17,4 +17,5 @@ class IntermediateConfig(VerifyConfig):
 
 def packed_configs(measurements: bool = False) -> Iterator[IntermediateConfig]:
     """Every configuration that may be chosen; nothing else is measured."""
-    return chosen_configs(IntermediateConfig)
+    for bf16_conv in (False, True):
+        yield from chosen_configs(IntermediateConfig, bf16_conv=bf16_conv)

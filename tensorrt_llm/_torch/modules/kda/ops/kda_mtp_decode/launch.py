@@ -17,4 +17,5 @@ class ReplayConfig(VerifyConfig):
 
 def packed_configs(measurements: bool = False) -> Iterator[ReplayConfig]:
     """Every configuration that may be chosen; nothing else is measured."""
-    return chosen_configs(ReplayConfig)
+    for bf16_conv in (False, True):
+        yield from chosen_configs(ReplayConfig, bf16_conv=bf16_conv)

@@ -4,6 +4,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -89,13 +90,13 @@ def test_every_launch_that_may_be_chosen_is_packed(kind: type[VerifyConfig]) -> 
     for requests in range(1, 300):
         for heads in (1, 2, 6, 12, 24):
             assert choose_split(requests, heads) in SPLITS
-            for external_gate in (False, True):
-                for pdl in (False, True):
-                    config = choose_config(
-                        kind, requests=requests, heads=heads, external_gate=external_gate, pdl=pdl
-                    )
-                    assert config in packed, config
-                    chosen.add(config)
+            for external_gate, pdl, bf16_conv in product((False, True), repeat=3):
+                config = choose_config(
+                    kind, requests=requests, heads=heads, external_gate=external_gate, pdl=pdl,
+                    bf16_conv=bf16_conv,
+                )  # fmt: skip
+                assert config in packed, config
+                chosen.add(config)
     # The packs of the others hold nothing that is never chosen.
     assert kind is VerifyConfig or chosen == packed
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CuTe DSL kernels of the replay and intermediate verify ops, compiled for sm_90a and run on the CPU."""
+"""The CuTe DSL kernels of the verify ops of the replay and intermediate schemes.
+
+Without a GPU they are compiled for sm_90a and run on the CPU.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,15 +13,18 @@ import torch
 from torch import Tensor
 
 from tensorrt_llm._torch.modules.kda.ops.catalog import OPS
+from tensorrt_llm._torch.modules.kda.ops.compiled import KernelCache
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.inputs import (
     RoundInputs,
     as_float64,
     make_rows,
     move,
 )
-from tensorrt_llm._torch.modules.kda.ops.registry import OpEntry
+from tensorrt_llm._torch.modules.kda.ops.registry import CUTE_ARCHITECTURES, OpEntry
+from tensorrt_llm._torch.modules.kda.ops.selection import architecture_of
 from tests.ptx import EmulatedKernels
 from tests.unittest._torch.modules.kda.ops.harness import (
+    DEVICE,
     TOLERANCE,
     output_error,
     relative_error,
@@ -28,7 +34,11 @@ from tests.unittest._torch.modules.kda.ops.harness import (
 )
 
 pytest.importorskip("cutlass")
+if DEVICE == "cuda" and architecture_of(torch.device("cuda")) not in CUTE_ARCHITECTURES:
+    pytest.skip("no CuTe DSL kernels for this GPU", allow_module_level=True)
 
+# What takes long on the CPU.
+thorough = pytest.mark.slow if DEVICE == "cpu" else pytest.mark.cuda
 REPLAY, INTERMEDIATE = OPS["kda_mtp_decode"], OPS["kda_intermediate_verify"]
 # T, and P of requests 0, 2 and 3; request 1 is padding.
 ROUNDS = ((8, (7, 0, 3)), (2, (1, 6, 2)), (1, (4, 5, 7)), (4, (0, 1, 6)))
@@ -36,15 +46,19 @@ WINDOW = 3
 
 
 def run_of(entry: OpEntry, seed: int | None = None, **config: Any) -> Callable[..., Tensor]:
-    """The op's CuTe form under a configuration, on the CPU."""
+    """The op's CuTe form under a configuration; `seed` is a schedule of warps on the CPU."""
     compiled = entry.implementation("cute").load()
-    run = compiled(EmulatedKernels(entry.kernels, seed=seed))
+    assert entry.kernels is not None
+    kernels: Any = EmulatedKernels(entry.kernels, seed=seed)
+    if DEVICE == "cuda":
+        kernels = KernelCache(entry.kernels, None)
+    run = compiled(kernels)
     return lambda *arguments: run(*arguments, config=compiled.kind(**config))
 
 
 def poisoned_inputs(entry: OpEntry, tokens: int, counts: tuple[int, ...], **sizes: Any) -> RoundInputs:
     """Four requests, the second of them padding; NaN in all that the round does not read."""
-    inputs = entry.make_inputs(shape_of(4, tokens, num_slots=6), seed=tokens, **sizes)
+    inputs = entry.make_inputs(shape_of(4, tokens, num_slots=6), seed=tokens, device=DEVICE, **sizes)
     inputs.slots[1] = -1
     named = inputs.slots[inputs.slots >= 0].tolist()
     if entry is INTERMEDIATE:
@@ -58,14 +72,15 @@ def poisoned_inputs(entry: OpEntry, tokens: int, counts: tuple[int, ...], **size
                 tensor[slot, :, :count] = tensor[slot, :, count + WINDOW :] = torch.nan
     if "pending" in inputs.DRAFTS:
         inputs.pending.fill_(100)
-        inputs.pending[named] = torch.tensor(counts, dtype=torch.int32)
+        inputs.pending[named] = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
     return inputs
 
 
 def assert_round(run: Callable[..., Tensor], entry: OpEntry, inputs: RoundInputs, exact: RoundInputs) -> None:
     """What the round writes is close to float64, and what it does not write has the bits from before."""
-    before, named = move(inputs, "cpu"), inputs.slots[inputs.slots >= 0].long()
+    before, named = move(inputs, "cpu"), inputs.slots[inputs.slots >= 0].long().cpu()
     output, want = run(*inputs.arguments()), entry.reference(*exact.arguments())
+    inputs = move(inputs, "cpu")
     tokens = inputs.proj.shape[0] // inputs.slots.shape[0]
     assert output_error(output, want) <= TOLERANCE.output
     assert not output[tokens : 2 * tokens].any()
@@ -100,7 +115,28 @@ def test_rounds_match_float64_and_touch_nothing_else(entry: OpEntry, split: int)
     assert_rounds(entry, split=split)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("entry", "split"),
+    [
+        (REPLAY, 8),
+        pytest.param(REPLAY, 1, marks=thorough),
+        pytest.param(INTERMEDIATE, 2, marks=thorough),
+        pytest.param(OPS["k3_kda_verify"], 2, marks=thorough),
+        pytest.param(OPS["k3_kda_verify"], 8, marks=thorough),
+    ],
+)
+def test_bf16_conv_caches_give_the_bits_of_fp32_ones(entry: OpEntry, split: int) -> None:
+    """Raw inputs are bf16, so nothing is rounded; columns that are not written keep their bits."""
+    tokens, counts = ROUNDS[3]
+    wide = poisoned_inputs(entry, tokens, counts)
+    narrow = poisoned_inputs(entry, tokens, counts, conv_dtype=torch.bfloat16)
+    want = run_of(entry, split=split)(*wide.arguments())
+    assert same_bits(run_of(entry, split=split, bf16_conv=True)(*narrow.arguments()), want)
+    for name, tensor in narrow.mutable().items():
+        assert same_bits(tensor.float(), wide.mutable()[name]), name
+
+
+@thorough
 @pytest.mark.parametrize("entry", [REPLAY, INTERMEDIATE], ids=lambda entry: entry.name)
 @pytest.mark.parametrize("split", [1, 2, 4, 8])
 def test_rounds_of_every_split_and_both_gates(entry: OpEntry, split: int) -> None:
@@ -108,16 +144,17 @@ def test_rounds_of_every_split_and_both_gates(entry: OpEntry, split: int) -> Non
         assert_rounds(entry, split=split, external_gate=external_gate, pdl=external_gate)
 
 
-@pytest.mark.slow
+@thorough
 @pytest.mark.parametrize("entry", [REPLAY, INTERMEDIATE], ids=lambda entry: entry.name)
 @pytest.mark.parametrize("split", [1, 2, 4, 8])
 def test_no_schedule_of_warps_changes_a_bit(entry: OpEntry, split: int) -> None:
+    """On a GPU: no repetition."""
     tokens, counts = ROUNDS[0]
     inputs = poisoned_inputs(entry, tokens, counts)
-    first = move(inputs, "cpu")
+    first = move(inputs, DEVICE)
     want = run_of(entry, split=split)(*first.arguments())
     for seed in range(3):
-        other = move(inputs, "cpu")
+        other = move(inputs, DEVICE)
         assert same_bits(run_of(entry, seed, split=split)(*other.arguments()), want)
         for name, tensor in other.mutable().items():
             assert same_bits(tensor, first.mutable()[name]), (seed, name)
@@ -126,7 +163,7 @@ def test_no_schedule_of_warps_changes_a_bit(entry: OpEntry, split: int) -> None:
 def accept(inputs: RoundInputs, counts: list[int]) -> None:
     """Store counts, or bring state and window of whole states to the accepted draft."""
     if "pending" in inputs.DRAFTS:
-        inputs.pending[inputs.slots.long()] = torch.tensor(counts, dtype=torch.int32)
+        inputs.pending[inputs.slots.long()] = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
         return
     for slot, count in zip(inputs.slots.tolist(), counts, strict=True):
         if count:
@@ -135,17 +172,18 @@ def accept(inputs: RoundInputs, counts: list[int]) -> None:
             cache[slot, :, :WINDOW] = cache[slot, :, count : count + WINDOW].clone()
 
 
-@pytest.mark.slow
+@thorough
 @pytest.mark.parametrize("entry", [REPLAY, INTERMEDIATE], ids=lambda entry: entry.name)
 @pytest.mark.parametrize("split", [1, 8])
 def test_chained_rounds_stay_close_to_float64(entry: OpEntry, split: int) -> None:
     generator = torch.Generator().manual_seed(1)
     run = run_of(entry, split=split, external_gate=True)
-    inputs = entry.make_inputs(shape_of(3, 8))
+    inputs = entry.make_inputs(shape_of(3, 8), device=DEVICE)
     accept(inputs, [0, 0, 0])
     pools = as_float64(inputs).mutable()
     for index, tokens in enumerate((8, 8, 3, 8, 1, 6, 8, 2)):
-        inputs = replace(inputs, proj=make_rows(shape_of(3, tokens), generator), g_ext=None)
+        rows = make_rows(shape_of(3, tokens), generator).to(DEVICE)
+        inputs = replace(inputs, proj=rows, g_ext=None)
         exact = replace(as_float64(inputs), **pools)
         want = entry.reference(*exact.arguments())
         output = run(*with_gate(inputs, exact).arguments())
@@ -153,5 +191,5 @@ def test_chained_rounds_stay_close_to_float64(entry: OpEntry, split: int) -> Non
         counts = [(index + request) % tokens for request in range(3)]
         accept(inputs, counts)
         accept(exact, counts)
-        used = inputs.slots.long()
-        assert relative_error(inputs.ssm[used], exact.ssm[used]) <= TOLERANCE.chained
+        used = exact.slots.long()
+        assert relative_error(inputs.ssm.cpu()[used], exact.ssm[used]) <= TOLERANCE.chained
