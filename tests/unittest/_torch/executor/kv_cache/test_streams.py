@@ -29,12 +29,12 @@ def restored_sync_mode() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("keywords", [{"kda_token_states": True}, {}])
+@pytest.mark.parametrize("scheme", ["records", "replay", "intermediate"])
 @pytest.mark.parametrize("decoding_type", ["NGram", "MTP"])
 def test_a_step_does_not_wait_for_the_device(
-    keywords: dict[str, object], decoding_type: str, restored_sync_mode: None
+    scheme: str, decoding_type: str, restored_sync_mode: None
 ) -> None:
-    manager = make_manager(batch=4, device="cuda", decoding_type=decoding_type, **keywords)
+    manager = make_manager(batch=4, device="cuda", decoding_type=decoding_type, kda_verify_scheme=scheme)
     requests = [Request(i) for i in range(4)]
     counts = torch.ones(3, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
