@@ -225,7 +225,7 @@ class _Body:
             return Operand("vector", parts=tuple(self._operand(part, line) for part in _split(text[1:-1])))
         if text.startswith("["):
             inner = text[1:-1].strip()
-            match = re.fullmatch(r"(.+?)\s*\+\s*(-?\w+)", inner)
+            match = re.fullmatch(r"(.+?)\s*\+\s*(-?\d\w*)", inner)
             base = self._operand(match[1] if match else inner, line)
             offset = int(match[2], 0) if match else 0
             return Operand("address", parts=(base,), offset=offset)
