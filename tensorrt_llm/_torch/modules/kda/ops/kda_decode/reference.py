@@ -24,17 +24,19 @@ def kda_decode_reference(
         num_heads=H, head_dim=K, conv=torch.cat((w_q, w_k, w_v)).T, f_b=w_fb, a_log=a_log, dt_bias=dt_bias,
         norm=onorm_w, lower_bound=lower_bound, norm_eps=eps,
     )  # fmt: skip
-    out = proj.new_zeros(proj.shape[0], H, K)
-    used = (slots >= 0).nonzero().flatten()
-    at = slots[used].long()
-    qkv, gate, f_a, b = proj[used, : 4 * D + K + H].split((3 * D, D, K, H), dim=1)
-    f = f_a @ w_fb.T if g_ext is None else g_ext[used]
-    history = conv_pool[at].mT.to(weights.conv.dtype)
-    sequence = torch.cat((history, qkv.unsqueeze(1).to(history.dtype)), dim=1)
+    # A row of padding repeats another row's work, so that nobody asks the device which rows those are.
+    used = slots >= 0
+    rows = torch.where(used, torch.arange(len(slots), device=slots.device), used.int().argmax())
+    at = slots[rows].long().clamp(min=0)
+    qkv, gate, f_a, b = proj[rows, : 4 * D + K + H].split((3 * D, D, K, H), dim=1)
+    f = f_a @ w_fb.T if g_ext is None else g_ext[rows]
+    window, before = conv_pool[at], ssm[at]
+    sequence = torch.cat((window.mT.to(weights.conv.dtype), qkv.unsqueeze(1).to(weights.conv.dtype)), dim=1)
     tokens = prepare_tokens(sequence, f.unsqueeze(1), b.unsqueeze(1), weights)
     tokens = tokens._replace(q=tokens.q * (scale / weights.scale))
-    o, state = recurrent_kda(tokens, ssm[at])
-    ssm[at] = state
-    conv_pool[at] = sequence[:, 1:].mT.to(conv_pool.dtype)
-    out[used] = gated_norm(o[:, 0], gate.reshape(-1, H, K), weights)
-    return out
+    o, state = recurrent_kda(tokens, before)
+    any_used = used.any()
+    ssm[at] = torch.where(any_used, state, before)
+    conv_pool[at] = torch.where(any_used, sequence[:, 1:].mT.to(conv_pool.dtype), window)
+    out = gated_norm(o[:, 0], gate.reshape(-1, H, K), weights)
+    return torch.where(used[:, None, None], out, torch.zeros_like(out))
