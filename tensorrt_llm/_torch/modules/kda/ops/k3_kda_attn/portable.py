@@ -4,8 +4,6 @@
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.triton import k3_kda_verify_triton
-
 
 def k3_kda_attn_portable(
     x: Tensor, w: Tensor, w_fb: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, a_log: Tensor, dt_bias: Tensor,
@@ -14,6 +12,8 @@ def k3_kda_attn_portable(
     lower_bound: float, scale: float, eps: float,
 ) -> Tensor:  # fmt: skip
     """Same arguments, result and mutations as the op."""
+    from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.triton import k3_kda_verify_triton
+
     return k3_kda_verify_triton(
         linear(x, w), w_fb, w_q, w_k, w_v, a_log, dt_bias, onorm_w, cs_q, cs_k, cs_v, ssm, state_tok, slots,
         pending, num_spec, lower_bound, scale, eps,
