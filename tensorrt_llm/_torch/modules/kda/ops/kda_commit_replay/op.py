@@ -25,8 +25,9 @@ def kda_commit_replay(
         qkg_cache: [L, pool, M, 3, D]; v_cache: [L, pool, M, D]; beta_cache: [L, pool, M, H]; fp32.
         slots: [n] int32, distinct, -1 skips. counts: [n] int32, P per REQUEST, clamped to [0, M].
 
-    Mutates ssm and conv_pool of the slots named: the drafts' tokens as `kda_mtp_decode` replays them, conv
-    columns P .. P + W - 2. The caller zeroes the pending counts. No kernel makes the host wait.
+    Mutates ssm and conv_pool of the slots named: the drafts' tokens one by one, as `kda_mtp_decode` replays
+    them up to the rounding of sums; conv columns P .. P + W - 2. The caller zeroes the pending counts. No
+    kernel makes the host wait.
 
     Raises ValueError for shapes or dtypes outside the above.
     """

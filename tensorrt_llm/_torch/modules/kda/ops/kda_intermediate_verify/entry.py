@@ -25,6 +25,14 @@ def _load_reference() -> Callable[..., Any]:
     return kda_intermediate_verify_reference
 
 
+def _load_triton() -> Callable[..., Any]:
+    from tensorrt_llm._torch.modules.kda.ops.kda_intermediate_verify.triton import (
+        kda_intermediate_verify_triton,
+    )
+
+    return kda_intermediate_verify_triton
+
+
 def _load_cute() -> Callable[..., Any]:
     from tensorrt_llm._torch.modules.kda.ops.kda_intermediate_verify.compiled import CompiledIntermediate
 
@@ -53,6 +61,16 @@ ENTRY = OpEntry(
                 "kda_intermediate_verify/compiled.py",
                 "kda_intermediate_verify/cute.py",
                 "kda_intermediate_verify/launch.py",
+            ),
+        ),
+        Implementation(
+            name="triton",
+            architectures=("cuda",),
+            load=_load_triton,
+            sources=(
+                "k3_kda_verify/triton.py",
+                "k3_kda_verify/triton_round.py",
+                "kda_intermediate_verify/triton.py",
             ),
         ),
         Implementation(

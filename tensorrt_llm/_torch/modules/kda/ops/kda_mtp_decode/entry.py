@@ -20,6 +20,12 @@ def _load_reference() -> Callable[..., Any]:
     return kda_mtp_decode_reference
 
 
+def _load_triton() -> Callable[..., Any]:
+    from tensorrt_llm._torch.modules.kda.ops.kda_mtp_decode.triton import kda_mtp_decode_triton
+
+    return kda_mtp_decode_triton
+
+
 def _load_cute() -> Callable[..., Any]:
     from tensorrt_llm._torch.modules.kda.ops.kda_mtp_decode.compiled import CompiledReplay
 
@@ -48,6 +54,16 @@ ENTRY = OpEntry(
                 "kda_mtp_decode/compiled.py",
                 "kda_mtp_decode/cute.py",
                 "kda_mtp_decode/launch.py",
+            ),
+        ),
+        Implementation(
+            name="triton",
+            architectures=("cuda",),
+            load=_load_triton,
+            sources=(
+                "k3_kda_verify/triton.py",
+                "k3_kda_verify/triton_round.py",
+                "kda_mtp_decode/triton.py",
             ),
         ),
         Implementation(

@@ -2,8 +2,8 @@
 """The verify ops of the three schemes against float64, the schemes' torch rounds and each other."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from tensorrt_llm._torch.modules.kda import ops
 from tensorrt_llm._torch.modules.kda.ops.catalog import OPS
 from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.inputs import RoundInputs, as_float64, move
+from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.triton_round import k3_kda_verify_one_launch
 from tensorrt_llm._torch.modules.kda.ops.registry import OpEntry
 from tensorrt_llm._torch.modules.kda.recurrence import KdaWeights
 from tensorrt_llm._torch.modules.kda.verify_scheme import SCHEMES, KdaGeometry, KdaRows
@@ -37,17 +38,22 @@ BUFFERS = {"state_tok": "kda_state_tok", "intermediate": "intermediate_ssm"}
 TOKENS = (1, 2, 8) if DEVICE == "cpu" else (1, 2, 3, 4, 5, 6, 7, 8)
 
 
-def _parameters(names: tuple[str, ...]) -> list[Any]:
-    """What can run here of ops, but CuTe DSL kernels."""
-    return [
-        pytest.param((OPS[name], found.load()), id=f"{name}-{found.name}")
-        for name in names
-        for found in OPS[name].implementations
-        if found.name in ("torch", "triton")
-    ]
+def _runs(name: str) -> dict[str, Callable[..., Tensor]]:
+    """What can run here of an op, but CuTe DSL kernels; of `k3_kda_verify` the launch of its own too."""
+    found = {x.name: x.load() for x in OPS[name].implementations if x.name in ("torch", "triton")}
+    return found | ({"one_launch": k3_kda_verify_one_launch} if name == "k3_kda_verify" else {})
 
 
-@pytest.fixture(params=_parameters(("kda_mtp_decode", "kda_intermediate_verify")))
+# `test_k3_kda_verify.py` has the others of this op.
+_PARAMETERS = [pytest.param((OPS["k3_kda_verify"], k3_kda_verify_one_launch), id="k3_kda_verify-one_launch")]
+_PARAMETERS += [
+    pytest.param((OPS[name], run), id=f"{name}-{kind}")
+    for name in ("kda_mtp_decode", "kda_intermediate_verify")
+    for kind, run in _runs(name).items()
+]
+
+
+@pytest.fixture(params=_PARAMETERS)
 def op(request: pytest.FixtureRequest) -> tuple[OpEntry, Callable[..., Tensor]]:
     return request.param
 
@@ -100,8 +106,10 @@ def test_other_slots_and_padding_rows_and_unread_drafts_stay(op) -> None:
         old, new = before.mutable()[name], clean.mutable()[name]
         assert same_bits(tensor[others], old[others]), name
         if name in inputs.DRAFTS:
-            assert same_bits(tensor[used, :1], new[used, :1]), name
-            assert same_bits(tensor[used, 1:], old[used, 1:]), name
+            # The axis of drafts is the second one of records, the first of the others.
+            now, was, wanted = (x[used].movedim(int(name == "state_tok"), 0) for x in (tensor, old, new))
+            assert same_bits(now[:1], wanted[:1]), name
+            assert same_bits(now[1:], was[1:]), name
         elif name == "ssm":
             assert same_bits(tensor[used], new[used])
         else:
@@ -112,10 +120,7 @@ def test_other_slots_and_padding_rows_and_unread_drafts_stay(op) -> None:
 def test_pending_drafts_are_clamped_and_read_up_to_their_count() -> None:
     entry = OPS["kda_mtp_decode"]
     inputs = entry.make_inputs(shape_of(1, 2), device=DEVICE)
-    for found in entry.implementations:
-        if found.name == "cute":
-            continue
-        run = found.load()
+    for run in _runs("kda_mtp_decode").values():
         wild, tame = (_with_pending(move(inputs, DEVICE), count) for count in (100, 7))
         assert same_bits(run(*wild.arguments()), run(*tame.arguments()))
         some, poisoned = (_with_pending(move(inputs, DEVICE), 3) for _ in range(2))
@@ -150,7 +155,11 @@ def test_the_reference_equals_the_scheme_s_torch_round(scheme: str) -> None:
         lower_bound=inputs.lower_bound, norm_eps=inputs.eps,
     )  # fmt: skip
     rows = KdaRows(proj=inputs.proj, qkv=qkv, gate=gate, f=f, b=b)
+    by_op, other = replace(weights, kernel_taps=(inputs.w_q, inputs.w_k, inputs.w_v)), deepcopy(cache)
     want = SCHEMES[scheme].verify(rows, weights, cache, inputs.slots, 5)
+    # The op forms f_b itself, request by request.
+    assert relative_error(SCHEMES[scheme].verify(rows, by_op, other, inputs.slots, 5), want) < 1e-5
+    assert relative_error(other.temporal, cache.temporal) < 1e-5
     assert same_bits(entry.reference(*replace(inputs, g_ext=f).arguments()), want)
     for name, tensor in inputs.mutable().items():
         assert same_bits(tensor, buffers[name]), name
@@ -159,16 +168,13 @@ def test_the_reference_equals_the_scheme_s_torch_round(scheme: str) -> None:
 @pytest.mark.parametrize("name", OF_SCHEME.values())
 def test_bf16_conv_caches_give_the_bits_of_fp32_ones(name: str) -> None:
     entry = OPS[name]
-    for found in entry.implementations:
-        if found.name == "cute":
-            continue
-        run = found.load()
+    for kind, run in _runs(name).items():
         wide = entry.make_inputs(shape_of(1, 2), device=DEVICE)
         narrow = entry.make_inputs(shape_of(1, 2), device=DEVICE, conv_dtype=torch.bfloat16)
         assert same_bits(run(*narrow.arguments()), run(*wide.arguments()))
         assert narrow.cs_k.dtype == torch.bfloat16
         for part, tensor in narrow.mutable().items():
-            assert same_bits(tensor.float(), wide.mutable()[part]), (found.name, part)
+            assert same_bits(tensor.float(), wide.mutable()[part]), (kind, part)
 
 
 @pytest.mark.parametrize("name", ["kda_mtp_decode", "kda_intermediate_verify"])
