@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from tensorrt_llm._torch.modules.kda.ops import (
     kda_commit_pending,
     kda_commit_replay,
     kda_decode,
+    kda_intermediate_verify,
+    kda_mtp_decode,
     kda_promote,
 )
 from tensorrt_llm._torch.modules.kda.recurrence import (
@@ -215,6 +217,19 @@ def _replay(state: Tensor, counts: Tensor, num_spec: int, after: Callable[[int, 
     return state
 
 
+def _shared(rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor) -> dict[str, Any]:
+    """What the verify ops take alike, by name."""
+    assert weights.kernel_taps is not None
+    w_q, w_k, w_v = weights.kernel_taps
+    return dict(
+        proj=rows.proj, w_fb=weights.f_b, w_q=w_q, w_k=w_k, w_v=w_v, a_log=weights.a_log,
+        dt_bias=weights.dt_bias, onorm_w=weights.norm, cs_q=cache.kda_conv_q, cs_k=cache.kda_conv_k,
+        cs_v=cache.kda_conv_v, ssm=cache.temporal, slots=slots,
+        num_spec=cache.kda_conv_q.shape[-1] - weights.conv_width + 1, lower_bound=weights.lower_bound,
+        scale=weights.scale, eps=weights.norm_eps,
+    )  # fmt: skip
+
+
 class _Scheme(ABC):
     """The round that all share; schemes differ in what they keep of a draft and how they return to it."""
 
@@ -236,9 +251,16 @@ class _Scheme(ABC):
         """Store draft `draft`, token draft+1 of the round, of these slots; its operands are [N, H, ...]."""
         ...
 
+    @abstractmethod
+    def run_op(self, rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor) -> Tensor:
+        """The round through the scheme's op, for weights that kernels read."""
+        ...
+
     def verify(
         self, rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor, T: int
     ) -> Tensor:
+        if weights.kernel_taps is not None and weights.lower_bound is not None:
+            return self.run_op(rows, weights, cache, slots)
         N, W = len(slots), weights.conv_width
         pending = cache.prev_num_accepted_tokens.index_select(0, slots)
         # The sum of the convolution is taken in fp32 whatever the windows' element type is.
@@ -298,29 +320,11 @@ class RecordsScheme(_Scheme):
             SlotBuffer(name="kda_state_tok", shape=shape, memory_order=(0, 1, 2, 3), paid_by_quota=True),
         )
 
-    def verify(
-        self, rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor, T: int
-    ) -> Tensor:
-        if weights.kernel_taps is None or weights.lower_bound is None:
-            return super().verify(rows, weights, cache, slots, T)
+    def run_op(self, rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor) -> Tensor:
         return k3_kda_verify(
-            rows.proj,
-            weights.f_b,
-            *weights.kernel_taps,
-            weights.a_log,
-            weights.dt_bias,
-            weights.norm,
-            cache.kda_conv_q,
-            cache.kda_conv_k,
-            cache.kda_conv_v,
-            cache.temporal,
-            cache.kda_state_tok,
-            slots,
-            cache.prev_num_accepted_tokens,
-            num_spec=cache.kda_state_tok.shape[2],
-            lower_bound=weights.lower_bound,
-            scale=weights.scale,
-            eps=weights.norm_eps,
+            **_shared(rows, weights, cache, slots),
+            state_tok=cache.kda_state_tok,
+            pending=cache.prev_num_accepted_tokens,
         )
 
     def commit(self, layers: KdaLayerCache, slots: Tensor, counts: Tensor) -> None:
@@ -379,6 +383,15 @@ class ReplayScheme(_Scheme):
             ),
         )
 
+    def run_op(self, rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor) -> Tensor:
+        return kda_mtp_decode(
+            **_shared(rows, weights, cache, slots),
+            qkg_cache=cache.kda_qkg_cache,
+            v_cache=cache.kda_v_cache,
+            beta_cache=cache.kda_beta_cache,
+            pending=cache.prev_num_accepted_tokens,
+        )
+
     def commit(self, layers: KdaLayerCache, slots: Tensor, counts: Tensor) -> None:
         kda_commit_replay(
             layers.temporal,
@@ -432,6 +445,11 @@ class IntermediateScheme(_Scheme):
         return (
             *_conv_buffers(geometry),
             SlotBuffer(name="intermediate_ssm", shape=shape, memory_order=(0, 1, 2, 3)),
+        )
+
+    def run_op(self, rows: KdaRows, weights: KdaWeights, cache: KdaLayerCache, slots: Tensor) -> Tensor:
+        return kda_intermediate_verify(
+            **_shared(rows, weights, cache, slots), intermediate=cache.intermediate_ssm
         )
 
     def replay_pending(self, cache: KdaLayerCache, slots: Tensor, counts: Tensor, state: Tensor) -> Tensor:
