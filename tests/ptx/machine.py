@@ -324,8 +324,8 @@ class Machine:
         cluster = bundle.cta[lanes] // self.geometry.cluster_ctas
         self._cluster_target[where] = self._cluster_phase[cluster]
         np.add.at(self._cluster_arrived, cluster, 1)
-        if self.races is not None and ordered:
-            self.races.arrive("cluster", *_pairs(cluster, where))
+        if self.races is not None:
+            self.races.arrive("cluster", *_pairs(cluster, where), ordered=ordered)
         self._release_clusters()
 
     def cluster_wait(self, bundle: Bundle, mask: Array) -> None:

@@ -84,6 +84,8 @@ class Races:
         self.seen = np.zeros((warps, warps), dtype=np.int64)
         self.own = np.ones(warps, dtype=np.int64)
         self.synced = np.zeros(warps, dtype=np.int64)
+        # With relaxed arrivals too, behind which fence.mbarrier_init publishes mbarriers and nothing else.
+        self._met = np.zeros((warps, warps), dtype=np.int64)
         self._clocks: dict[tuple[str, int], Array] = {}
         self._arrival = np.zeros(warps, dtype=np.int64)
 
@@ -102,23 +104,31 @@ class Races:
         self.synced[warps] = self.own[warps]
         self.own[warps] += 1
 
-    def arrive(self, kind: str, keys: Array, warps: Array) -> None:
-        """Warps arrive at barriers; `keys` names the barrier of each."""
-        for key, known in zip(keys.tolist(), self.publish(warps), strict=True):
-            clock = self._clocks.get((kind, key))
-            self._clocks[kind, key] = known if clock is None else np.maximum(clock, known)
+    def arrive(self, kind: str, keys: Array, warps: Array, ordered: bool = True) -> None:
+        """Warps arrive at barriers; `keys` names the barrier of each. `ordered`: not relaxed."""
+        met = np.maximum(self._met[warps], self.seen[warps])
+        met[np.arange(warps.size), warps] = self.own[warps]
+        for key, known, weak in zip(keys.tolist(), self.publish(warps), met, strict=True):
+            self._raise((f"{kind} met", key), weak)
+            if ordered:
+                self._raise((kind, key), known)
+
+    def _raise(self, name: tuple[str, int], known: Array) -> None:
+        clock = self._clocks.get(name)
+        self._clocks[name] = known if clock is None else np.maximum(clock, known)
 
     def complete(self, kind: str, key: int) -> None:
         """The barrier's phase is over: what arrived is for those that `leave`; the next phase starts anew."""
-        clock = self._clocks.pop((kind, key), None)
-        if clock is not None:
-            self._clocks[f"{kind} over", key] = clock
+        for part in (kind, f"{kind} met"):
+            clock = self._clocks.pop((part, key), np.zeros_like(self.own))
+            self._clocks[f"{part} over", key] = clock
 
     def leave(self, kind: str, keys: Array, warps: Array) -> None:
         """Warps go on behind barriers, all lanes in order up to their arrival."""
         for key, warp in zip(keys.tolist(), warps.tolist(), strict=True):
-            clock = self._clocks.get((f"{kind} over", key))
-            if clock is not None:
+            clock = self._clocks[f"{kind} over", key]
+            self._met[warp] = np.maximum(self._met[warp], self._clocks[f"{kind} met over", key])
+            if clock[warp]:
                 self.seen[warp] = np.maximum(self.seen[warp], clock)
                 self.synced[warp] = max(self.synced[warp], self._arrival[warp])
 
@@ -131,19 +141,22 @@ class Races:
         times: Array = self.own[threads // WARP - self.first]
         return times
 
-    def _ordered(self, past: _Accesses, pieces: Array, threads: Array) -> Array:
+    def _ordered(self, past: _Accesses, pieces: Array, threads: Array, seen: Array | None = None) -> Array:
         """Whether each piece's past access precedes what the thread does now; true where there is none."""
+        seen = self.seen if seen is None else seen
         warp, time, mine = past.warp[pieces], past.time[pieces], threads // WARP
         own, other = mine - self.first, warp - self.first
         here = (other >= 0) & (other < len(self.own))
         same = (past.lane[pieces] == threads % WARP) | (time <= self.synced[own])
-        across = here & (self.seen[own, np.where(here, other, 0)] >= time)
+        across = here & (seen[own, np.where(here, other, 0)] >= time)
         return (warp == _NONE) | np.where(warp == mine, same, across)
 
     # --- accesses ---
 
-    def _expect(self, past: _Accesses, pieces: Array, threads: Array, at: int, words: str) -> None:
-        wrong = ~self._ordered(past, pieces, threads)
+    def _expect(
+        self, past: _Accesses, pieces: Array, threads: Array, at: int, words: str, seen: Array | None = None
+    ) -> None:
+        wrong = ~self._ordered(past, pieces, threads, seen)
         for index in np.unique(past.at[pieces[wrong]]):
             self.log.found.setdefault((at, int(index)), words)
 
@@ -186,7 +199,9 @@ class Races:
     def use_mbarrier(self, offsets: Array, threads: Array, at: int) -> None:
         """Anything but the initialisation, which was a write."""
         pieces, who = self.shared.flat(offsets, 8, threads)
-        self._expect(self.shared.write, pieces, who, at, _UNORDERED_MBARRIER)
+        self._expect(
+            self.shared.write, pieces, who, at, _UNORDERED_MBARRIER, np.maximum(self.seen, self._met)
+        )
 
     def depart(self, offsets: Array, size: int, threads: Array, at: int) -> None:
         """Asynchronous writes to shared memory start: they may land at once, or only at their wait."""
