@@ -145,12 +145,16 @@ def report_admission(tokens_per_block: int) -> None:
         opened.append(cache)
 
     opened: list[_KVCache] = []
-    seconds = []
+    seconds, cpu_seconds = [], []
     for _ in range(11):
+        start = time.process_time()
         seconds.append(median_seconds(admit, 1))
+        cpu_seconds.append(time.process_time() - start)
         opened.pop().close()
-    milliseconds = statistics.median(seconds) * 1e3
-    print(f"admission of a cached {LONG_PROMPT_TOKENS:,}-token prompt: {milliseconds:.1f} ms (bound 20)")
+    wall, cpu = (statistics.median(samples) * 1e3 for samples in (seconds, cpu_seconds))
+    print(f"admission of a cached {LONG_PROMPT_TOKENS:,}-token prompt: {wall:.1f} ms (bound 20)")
+    # Long enough to be preempted: on a busy machine the first figure has others' time in it.
+    print(f"of which this process computed {cpu:.1f} ms")
     manager.shutdown()
 
 
