@@ -323,9 +323,8 @@ class DecodeKernel:
                 self._move_window(conv_pool, slot, 2 * width + v_channel, window_v, raw_v)
             cute.arch.sync_threads()
             if cutlass.const_expr(self.split > 1):
-                # This CTA has read the shared windows, and its mbarrier was made known with a fence. A
-                # releasing arrive would hold every thread until its stores have reached memory.
-                cute.arch.cluster_arrive_relaxed()
+                # This CTA has read the shared windows, which peers move once they have waited.
+                cute.arch.cluster_arrive()
             totals = []
             for i in cutlass.range_constexpr(3):
                 total = s_sums[i]
