@@ -67,6 +67,7 @@ class VerifyBody:
         self.late_trigger = config.late_trigger
         self.chunked = config.chunked
         self.bf16_conv = config.bf16_conv
+        self.early_reads = config.early_reads
         self.conv_bytes = 2 if config.bf16_conv else 4
         self.rows = V // config.split  # V rows of a CTA
         self.pass_rows = min(self.rows, 64)
@@ -82,6 +83,8 @@ class VerifyBody:
         self.o_pitch = self.rows + 8  # bf16
         # Latency matters where CTAs are few: fetch what the pending count will select before it is known.
         self.speculative = config.split >= 4
+        if config.early_reads and (self.loads_history_first or not config.pdl):
+            raise ValueError(f"{config.name}: early reads are of PDL launches without inputs to replay")
         if not config.chunked and (config.split > 2 or not self.has_serial_form):
             raise ValueError(f"{config.name}: the token by token form is of k3_kda_verify with split 1 or 2")
 
@@ -191,6 +194,28 @@ class VerifyBody:
             token = lane // chunks
             offset = cutlass.min(token, last_token) * stride + lane % chunks * 8
             ptx.copy_16_bytes(raw + (token * token_pitch + lane % chunks * 8), source + offset)
+
+    @cute.jit
+    def _read_pools(self, caches, ssm, history, pending, s_state, s_history, slot, head, rank, tid):
+        """For `early_reads`: the count and the windows; state and drafts start to come, as one group."""
+        cs_q, cs_k, cs_v = caches
+        lane, warp = tid % 32, cute.arch.make_warp_uniform(tid // 32)
+        channel = head * K + tid
+        count = Int32(0)
+        window_q, window_k, window_v = [[Float32(0.0) for _ in range(CONV - 1)] for _ in range(3)]
+        if slot >= 0:
+            count = self.pending_drafts(history, pending, slot)
+            if cutlass.const_expr(self.speculative):
+                self._prefetch(cs_q, cs_k, cs_v, history, slot, head, tid)
+            state = cute.make_tensor(ssm[slot, head, None, None].iterator, cute.make_layout((4, V * 32)))
+            self._load_state(state, s_state, rank * self.rows, lane, warp)
+            self.load_history(history, s_history, slot, head, rank, count, lane, warp)
+            window_q = self._load_window(cs_q, slot, channel, count)
+            window_k = self._load_window(cs_k, slot, channel, count)
+            if tid < self.rows:
+                window_v = self._load_window(cs_v, slot, head * V + rank * self.rows + tid, count)
+        cute.arch.cp_async_commit_group()
+        return count, window_q, window_k, window_v
 
     def _raw_inputs(self, raw, token_pitch, lane):
         """This lane's channel of every token, as floats."""
@@ -606,10 +631,17 @@ class VerifyBody:
             bias = [dt_bias[head * K + gate_key + 8 * i] for i in range(4)]
         if cutlass.const_expr(self.pdl and not self.late_trigger):
             cute.arch.griddepcontrol_launch_dependents()
+        ahead: Any = None
+        if cutlass.const_expr(self.early_reads):
+            slot = slots[request]
+            ahead = self._read_pools(
+                (cs_q, cs_k, cs_v), ssm, history, pending, s_state, s_history, slot, head, rank, tid
+            )
         if cutlass.const_expr(self.pdl):
             cute.arch.griddepcontrol_wait()
 
-        slot = slots[request]
+        if cutlass.const_expr(not self.early_reads):
+            slot = slots[request]
         row_0 = proj.iterator + Int64(first_token) * proj.stride[0]
         stride, last_token = Int32(proj.stride[0]), num_tokens - 1
         f_a = []
@@ -640,16 +672,20 @@ class VerifyBody:
                         target + (rank * rows + (tid % (rows // 8)) * 8), [zero, zero, zero, zero]
                     )
         else:
-            count = self.pending_drafts(history, pending, slot)
-            if cutlass.const_expr(self.speculative):
+            if cutlass.const_expr(self.early_reads):
+                count = ahead[0]
+            else:
+                count = self.pending_drafts(history, pending, slot)
+            if cutlass.const_expr(self.speculative and not self.early_reads):
                 self._prefetch(cs_q, cs_k, cs_v, history, slot, head, tid)
             state = cute.make_tensor(ssm[slot, head, None, None].iterator, cute.make_layout((4, V * 32)))
             loaded: Any = ()
             if cutlass.const_expr(self.loads_history_first):
                 loaded = self.load_history(history, s_history, slot, head, rank, count, lane, warp)
                 cute.arch.cp_async_commit_group()
-            self._load_state(state, s_state, rank * rows, lane, warp)
-            if cutlass.const_expr(not self.loads_history_first):
+            if cutlass.const_expr(not self.early_reads):
+                self._load_state(state, s_state, rank * rows, lane, warp)
+            if cutlass.const_expr(not self.loads_history_first and not self.early_reads):
                 loaded = self.load_history(history, s_history, slot, head, rank, count, lane, warp)
             # The output gate of this thread's eight channels of a token.
             lanes_per_token = rows // 8
@@ -661,11 +697,14 @@ class VerifyBody:
             cute.arch.cp_async_commit_group()
 
             # --- one thread per channel; warp-local until the first barrier ---
-            window_q = self._load_window(cs_q, slot, channel, count)
-            window_k = self._load_window(cs_k, slot, channel, count)
-            window_v = [Float32(0.0) for _ in range(CONV - 1)]
-            if tid < rows:
-                window_v = self._load_window(cs_v, slot, v_channel, count)
+            if cutlass.const_expr(self.early_reads):
+                window_q, window_k, window_v = ahead[1:]
+            else:
+                window_q = self._load_window(cs_q, slot, channel, count)
+                window_k = self._load_window(cs_k, slot, channel, count)
+                window_v = [Float32(0.0) for _ in range(CONV - 1)]
+                if tid < rows:
+                    window_v = self._load_window(cs_v, slot, v_channel, count)
 
             # Decay of every token: exp(lower_bound sigmoid(exp(a_log) (g + dt_bias))).
             rate = cute.math.exp2(rate * Float32(ptx.LOG2E), fastmath=True)

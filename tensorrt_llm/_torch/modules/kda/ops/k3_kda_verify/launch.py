@@ -25,6 +25,10 @@ class VerifyConfig:
     programmatic dependent; late_trigger: its own dependents may start at its end, not at once. chunked False
     runs token by token (split 1 or 2), for measurements. bf16_conv: the conv caches are bf16, as the raw
     inputs in them are anyway.
+
+    early_reads, for measurements: slot, count, state, drafts and conv windows are read before the wait for
+    earlier launches, only `proj` after it. Sound only where each of those triggers its dependents after its
+    own wait and none writes these pools or indices: a launch of this op without `late_trigger` is none.
     """
 
     OP: ClassVar[str] = "k3_kda_verify"
@@ -35,11 +39,13 @@ class VerifyConfig:
     late_trigger: bool = False
     chunked: bool = True
     bf16_conv: bool = False
+    early_reads: bool = False
 
     @property
     def name(self) -> str:
         flags = ("_gext" if self.external_gate else "") + ("_pdl" if self.pdl else "")
         flags += ("_late" if self.late_trigger else "") + ("_bf16conv" if self.bf16_conv else "")
+        flags += "_early" if self.early_reads else ""
         return f"{self.OP}_split{self.split}{flags}{'' if self.chunked else '_serial'}"
 
 
@@ -66,3 +72,5 @@ def packed_configs(measurements: bool = False) -> Iterator[VerifyConfig]:
     if measurements:
         for split in (1, 2):
             yield VerifyConfig(split=split, chunked=False)
+        for split, late_trigger in CHOSEN_TRIGGERS:
+            yield VerifyConfig(split=split, late_trigger=late_trigger, early_reads=True)

@@ -59,3 +59,13 @@ def test_the_token_by_token_form_is_for_few_splits() -> None:
         VerifyKernel(VerifyConfig(split=8, chunked=False))
     with pytest.raises(ValueError, match="kda_mtp_decode_split1_pdl_serial"):
         ReplayKernel(ReplayConfig(split=1, chunked=False))
+
+
+def test_early_reads_are_of_programmatic_launches_that_replay_no_inputs() -> None:
+    from tensorrt_llm._torch.modules.kda.ops.k3_kda_verify.cute import VerifyKernel
+    from tensorrt_llm._torch.modules.kda.ops.kda_mtp_decode.cute import ReplayKernel
+
+    with pytest.raises(ValueError, match="k3_kda_verify_split1_early: early reads"):
+        VerifyKernel(VerifyConfig(split=1, pdl=False, early_reads=True))
+    with pytest.raises(ValueError, match="kda_mtp_decode_split1_pdl_early: early reads"):
+        ReplayKernel(ReplayConfig(split=1, early_reads=True))

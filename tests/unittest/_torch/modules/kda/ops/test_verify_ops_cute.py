@@ -160,6 +160,18 @@ def test_no_schedule_of_warps_changes_a_bit(entry: OpEntry, split: int) -> None:
             assert same_bits(tensor, first.mutable()[name]), (seed, name)
 
 
+@thorough
+@pytest.mark.parametrize("split", [1, 8])
+def test_reads_before_the_wait_give_the_same_bits(split: int) -> None:
+    entry = OPS["k3_kda_verify"]
+    for tokens, counts in ROUNDS[:2]:
+        late, early = (poisoned_inputs(entry, tokens, counts) for _ in range(2))
+        want = run_of(entry, split=split)(*late.arguments())
+        assert same_bits(run_of(entry, split=split, early_reads=True)(*early.arguments()), want)
+        for name, tensor in early.mutable().items():
+            assert same_bits(tensor, late.mutable()[name]), name
+
+
 def accept(inputs: RoundInputs, counts: list[int]) -> None:
     """Store counts, or bring state and window of whole states to the accepted draft."""
     if "pending" in inputs.DRAFTS:
